@@ -17,8 +17,8 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.program import Program, bind
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables, region_starts
-from kvferry.plan.strategy.strategies import Strategy
+from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables
+from kvferry.plan.strategy.strategies import Side, Strategy
 
 __all__ = ["BLOCK_TOKENS", "FORMATS", "NUM_BLOCKS", "PAIRS", "TOKENS", "Request", "Rig", "logical", "pattern", "write"]
 
@@ -89,7 +89,7 @@ class Rig:
         return bind(route(sources, targets).between(rank, 0), sources[rank], targets[0])
 
     def slots(self, rank: int, source_address: int, target_address: int, request: Request) -> SlotPlan:
-        """What goes from one source rank to target rank 0 with `pack`, as both sides plan it."""
+        """What goes from one source rank to target rank 0 with `pack`, as the side plans it whose address is given."""
         sources, targets = self.source_layouts(rank, source_address), self.target_layouts(target_address)
         tables = request.table("source"), request.table("target")
         if not source_address:
@@ -102,8 +102,8 @@ class Rig:
                 ranges=request.ranges,
                 strategy=Strategy.PACK,
                 slot_bytes=self.slot_bytes,
-                starts=region_starts(sources[rank], targets[0]),
-            )
+            ),
+            Side.SOURCE if source_address else Side.TARGET,
         )
 
     @property

@@ -23,7 +23,7 @@ from mixed_tp_cases import Request, Rig
 from mixed_tp_nixl import PROGRESS_S, PlainNixl
 
 from kvferry.plan.programs.copies import Copies, Direction
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.session.target.reads.slot_pipeline import WINDOW
 from kvferry.staging.host_mover import HostMover, host_regions
 from kvferry.transport.base import Memory

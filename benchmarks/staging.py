@@ -29,7 +29,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from kvferry.plan.programs.copies import Copies
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.base import Direction
 from kvferry.transport.posting import Posting
 from kvferry.transport.registered_memory import LocatedRows, Offsets, Regions, View

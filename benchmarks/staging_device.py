@@ -29,7 +29,7 @@ from measuring import machine, say
 from staging import places
 
 from kvferry.plan.programs.copies import Copies
-from kvferry.plan.programs.row_patterns import Tile, tile_of
+from kvferry.plan.programs.tiles import Tile, tile_of
 from kvferry.staging.device.launches import Launch, launch_of
 from kvferry.staging.device.patterns import tiles_of
 

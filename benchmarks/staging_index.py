@@ -25,9 +25,9 @@ from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.program import bind
-from kvferry.plan.programs.row_patterns import Tile, plain, rows_of, tile_of
+from kvferry.plan.programs.tiles import Tile, plain, rows_of, tile_of
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, region_starts
+from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest
 from kvferry.plan.strategy.strategies import Side, Strategy
 from kvferry.staging.device.launches import MAX_ROW_BYTES, launch_of
 from kvferry.staging.device.patterns import for_device, tiles_of
@@ -46,8 +46,7 @@ def slot(source_format: str, target_format: str, side: Side) -> tuple[Tile, ...]
     program = bind(route(sources, targets).between(0, 1), sources[0], targets[1])
     dice = random.Random(SEED)
     tables = [(tuple(dice.sample(range(NUM_BLOCKS), NUM_BLOCKS)),) for _ in shapes]
-    starts = region_starts(sources[0], targets[1])
-    request = StagedRequest(program, *tables, (TokenRange(0, 512),), Strategy.PACK, SLOT_BYTES, starts)
+    request = StagedRequest(program, *tables, (TokenRange(0, 512),), Strategy.PACK, SLOT_BYTES)
     (found,) = SlotPlan(request, side).slots(0)
     return found.gather if side is Side.SOURCE else found.scatter
 

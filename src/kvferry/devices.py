@@ -16,7 +16,7 @@ from kvferry.extras import missing_extra
 from kvferry.plan.description.layout import Layout
 from kvferry.staging.device.arena import DeviceArena
 from kvferry.staging.device.mover import DeviceMover, Launcher
-from kvferry.staging.device.pinned import CudaRuntime, Pinned
+from kvferry.staging.device.pinned import CudaRuntime, pinned
 from kvferry.staging.device.table import StagingMemory, check_pair, check_staging, load_devices
 from kvferry.transport.base import Memory
 from kvferry.transport.memory_kind import HOST
@@ -47,7 +47,7 @@ class CacheDevice:
             known = dict.fromkeys((*on_device, *near))
             pieces = Regions.of([(memory.address, memory.size_bytes) for memory in known])
             in_host = [memory for memory in near if memory.device == HOST]
-            return DeviceMover(stream, pieces, [Pinned(CudaRuntime(self.device), in_host)])
+            return DeviceMover(stream, pieces, [pinned(CudaRuntime(self.device), in_host)])
 
         registered = on_device if self.buffer_device == self.name else ()
         return Cache(layouts, registered, mover, self._arena, self.name, self.buffer_device)

@@ -7,8 +7,7 @@ hand: states with named axes, cache groups with blocks, and per state a `Placeme
 from kvferry.plan.description.describe import FORMATS, EngineShape, describe
 from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State, contents
 from kvferry.plan.description.model import CacheModel, Kept, LayerCache, attention, latent
-from kvferry.plan.description.sharding import shares
-from kvferry.plan.description.span import Span
+from kvferry.plan.description.span import Span, shares
 from kvferry.plan.description.tokens import UNSHARED, TokenRange, TokenShare
 
 __all__ = [

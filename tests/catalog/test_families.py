@@ -7,7 +7,7 @@ from test_shipped import AUTO
 
 from kvferry import catalog
 from kvferry.catalog import Options
-from kvferry.plan.description.sharding import shares
+from kvferry.plan.description.span import shares
 
 BASE = {
     "dtype": "bfloat16",

@@ -16,7 +16,7 @@ from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
 from kvferry.plan.digests.subject import NOTHING, DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.programs.row_patterns import rows_of
+from kvferry.plan.programs.tiles import rows_of
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session import commands as c
 from kvferry.session import events as e

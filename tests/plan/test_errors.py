@@ -15,11 +15,10 @@ from kvferry.errors import (
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
 from kvferry.plan.description.model import attention
-from kvferry.plan.description.sharding import shares, stages
-from kvferry.plan.description.span import MAX_STOP, Span, overlap, uncovered
+from kvferry.plan.description.span import MAX_STOP, Span, overlap, shares, stages, uncovered
 from kvferry.plan.description.tokens import TokenRange, TokenShare
 from kvferry.plan.programs.program import bind
-from kvferry.plan.programs.request import copies_for, num_rows
+from kvferry.plan.programs.request import copies_for, volume
 from kvferry.plan.routing.route import route
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=2, dtype="float16", item_bytes=2)
@@ -231,7 +230,7 @@ def test_the_number_of_rows_is_known_before_they_are_listed(tokens, form):
     (target,) = describe(MODEL, replace(SHAPE, format=form), 1 << 30)
     program = bind(route((LAYOUT,), (target,)).legs, LAYOUT, target)
     ids = [6, 4, 2, 0]
-    assert num_rows(program, [tokens]) == len(copies_for(program, [ids], [ids], [tokens]))
+    assert volume(program, [tokens])[0] == len(copies_for(program, [ids], [ids], [tokens]))
 
 
 def test_rows_are_not_joined_across_regions_of_either_side():

@@ -13,14 +13,14 @@ from kvferry.errors import BlockTableError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.programs.program import Section, Strides, bind
+from kvferry.plan.programs.program import BlockStrides, RegionStarts, Section, Strides, bind
 from kvferry.plan.programs.request import Places, bytes_at, copies_for, places_for
-from kvferry.plan.programs.row_patterns import rows_of
-from kvferry.plan.programs.token_chunks import stretches, unit_tokens
+from kvferry.plan.programs.stretches import stretches, unit_tokens
+from kvferry.plan.programs.tiles import rows_of
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.packed_slots import packed
-from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, region_starts
-from kvferry.plan.strategy.strategies import RegionStarts, Side, Staging, Strategy, staged
+from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest
+from kvferry.plan.strategy.strategies import Side, Strategy, staged
 
 engines = st.one_of(scenarios(), handmade())
 MODEL = attention(2, 4, 8, "float16", 2)
@@ -52,19 +52,19 @@ def test_it_is_what_sorting_finds(scenario, side, num_units):
     found = route(scenario.sources, scenario.targets)
     for source_rank, rank in found.pairs():
         source, target = scenario.sources[source_rank], scenario.targets[rank]
-        program, starts = bind(found.between(source_rank, rank), source, target), region_starts(source, target)
+        program = bind(found.between(source_rank, rank), source, target)
+        borders = set((program.starts.source if side is Side.SOURCE else program.starts.target).tolist())
         tables = scenario.source_tables[source_rank], scenario.target_tables[rank]
         cut = stretches(scenario.ranges, num_units * unit_tokens(program))
         places = places_for(program, tables, scenario.ranges, cut)
-        ours = packed(places, len(cut), starts, side)
+        ours = packed(places, len(cut), program.starts, side)
         assert len(ours) in (0, len(cut))
         for each, stretch, size in zip(ours, cut, bytes_at(places, len(cut)), strict=False):
             copies = copies_for(program, *tables, scenario.ranges, stretch)
             assert size == copies.num_bytes
-            theirs = staged(copies, Strategy.PACK, Staging(0, 0, max(1, size)), starts, side)
-            borders = set(starts.source.tolist()), set(starts.target.tolist())
-            assert joined(rows_of(each.gather), "target", borders[0]) == joined(theirs.gather, "target", borders[0])
-            assert joined(rows_of(each.scatter), "source", borders[1]) == joined(theirs.scatter, "source", borders[1])
+            theirs = staged(copies, Strategy.PACK, max(1, size), program.starts, side)
+            rows, staging = (theirs.gather, "target") if side is Side.SOURCE else (theirs.scatter, "source")
+            assert joined(rows_of(each), staging, borders) == joined(rows, staging, borders)
 
 
 def rig(memory_format, table, num_tokens=12 * BLOCK_TOKENS, slot_blocks=1):
@@ -73,8 +73,7 @@ def rig(memory_format, table, num_tokens=12 * BLOCK_TOKENS, slot_blocks=1):
     sources, targets = (describe(MODEL, shape, at << 40) for shape, at in zip(shapes, (1, 2), strict=True))
     program = bind(route(sources, targets).between(0, 0), sources[0], targets[0])
     slot_bytes = slot_blocks * BLOCK_TOKENS * MODEL.bytes_per_token // 2
-    starts = region_starts(sources[0], targets[0])
-    return StagedRequest(program, (table,), (table,), (TokenRange(0, num_tokens),), Strategy.PACK, slot_bytes, starts)
+    return StagedRequest(program, (table,), (table,), (TokenRange(0, num_tokens),), Strategy.PACK, slot_bytes)
 
 
 TABLE = (7, 3, 11, 2, 19, 5, 23, 29, 13, 17, 31, 1)
@@ -86,51 +85,44 @@ def test_no_row_has_to_be_sorted_in_formats_that_engines_have(memory_format, tab
     request = rig(memory_format, table)
     cut = stretches(request.ranges, BLOCK_TOKENS)
     places = places_for(request.program, (request.source_tables, request.target_tables), request.ranges, cut)
-    assert len(packed(places, len(cut), request.starts, Side.BOTH)) == 12
+    assert all(len(packed(places, len(cut), request.program.starts, side)) == 12 for side in Side)
 
 
 def test_a_part_of_a_block_with_heads_outside_of_tokens_has_to_be_sorted():
     request = rig("head-major", TABLE)
     cut = stretches((TokenRange(1, 6),), 2 * BLOCK_TOKENS)
     places = places_for(request.program, (request.source_tables, request.target_tables), (TokenRange(1, 6),), cut)
-    assert packed(places, 1, request.starts, Side.BOTH) == ()
+    assert all(packed(places, 1, request.program.starts, side) == () for side in Side)
 
 
 @pytest.mark.parametrize("source", [[0, 8, 16, 100, 200, 216], [0, 8, 16, 100, 108, 208], [0, 8, 24, 100, 108, 116]])
 def test_strips_that_are_not_alike_have_to_be_sorted(source):
     """Two strips of three rows. At the source they are one run and three, one and two, or two and one."""
     target = np.array([0, 10, 20, 1000, 1010, 1020], np.uint64)
-    strides = Strides(source_block=1 << 20, source_token=0, target_block=64, target_token=0)
+    strides = Strides(BlockStrides(1 << 20, 0), BlockStrides(64, 0))
     section = Section(strides, 8, np.array(source, np.uint64), target, 6)
     where = (np.array([3, 5]), np.array([0, 0]))
     starts = RegionStarts(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
     places = [Places((section,), where, where, np.array([0, 1]))]
-    assert packed(places, 2, starts, Side.SOURCE) == packed(places, 2, starts, Side.BOTH) == ()
-    assert all(len(each.scatter) == 1 for each in packed(places, 2, starts, Side.TARGET))
+    assert packed(places, 2, starts, Side.SOURCE) == ()
+    assert all(len(each) == 1 for each in packed(places, 2, starts, Side.TARGET))
 
 
-def test_only_stretches_that_are_computed_are_planned():
+@pytest.mark.parametrize(
+    ("side", "copies", "staging"), [("source", "gather", "target"), ("target", "scatter", "source")]
+)
+def test_only_stretches_that_are_computed_are_planned(side, copies, staging):
     """The table of a prompt that is still computed is short."""
-    whole = SlotPlan(rig("token-major", TABLE))
+    whole = SlotPlan(rig("token-major", TABLE), Side(side))
     for num_blocks in range(1, len(TABLE) + 1):
-        request = rig("token-major", TABLE)
-        short = StagedRequest(
-            request.program,
-            (TABLE[:num_blocks],),
-            request.target_tables,
-            request.ranges,
-            request.strategy,
-            request.slot_bytes,
-            request.starts,
-        )
-        plan = SlotPlan(short, Side.BOTH, num_blocks * BLOCK_TOKENS)
+        short = replace(rig("token-major", TABLE), source_tables=(TABLE[:num_blocks],))
+        plan = SlotPlan(short, Side(side), num_blocks * BLOCK_TOKENS)
         assert len(plan.stretches) == 12
         for number in range(num_blocks):
             for ours, theirs in zip(plan.slots(number), whole.slots(number), strict=True):
                 assert ours.num_bytes == theirs.num_bytes
-                for stage in ("gather", "scatter"):
-                    found = [rows_of(getattr(slot, stage)) for slot in (ours, theirs)]
-                    assert joined(found[0], "target", ()) == joined(found[1], "target", ())
+                found = [joined(rows_of(getattr(slot, copies)), staging, ()) for slot in (ours, theirs)]
+                assert found[0] == found[1] != []
         if num_blocks < len(TABLE):
             with pytest.raises(BlockTableError, match="too few blocks"):
                 plan.slots(num_blocks)
@@ -149,7 +141,7 @@ def test_stretches_are_planned_together_and_once(monkeypatch, may_be_many):
     monkeypatch.setattr("kvferry.plan.slots.slot_plan.TOGETHER", 4)
     if not may_be_many:
         monkeypatch.setattr("kvferry.plan.slots.slot_plan.MAX_ROWS_TOGETHER", 4)
-    plan = SlotPlan(rig("token-major", TABLE))
+    plan = SlotPlan(rig("token-major", TABLE), Side.TARGET)
     for number in range(len(plan.stretches)):
         for _ in range(2):
             assert len(plan.slots(number)) == 1
@@ -173,7 +165,7 @@ def test_stretches_of_many_slots_are_planned_one_by_one(monkeypatch):
         "kvferry.plan.slots.slot_plan.places_for", lambda *given: asked.append(len(given[3])) or places_for(*given)
     )
     request = rig("token-major", TABLE)
-    plan = SlotPlan(replace(request, slot_bytes=request.slot_bytes // 8))
+    plan = SlotPlan(replace(request, slot_bytes=request.slot_bytes // 8), Side.TARGET)
     assert [len(plan.slots(number)) for number in range(len(plan.stretches))] == [8] * 12
     assert asked == [1] * 12
 
@@ -192,7 +184,7 @@ def test_a_stretch_that_does_not_fit_is_the_only_one_that_is_sorted(monkeypatch)
 
     monkeypatch.setattr("kvferry.plan.slots.slot_plan.copies_for", counted)
     monkeypatch.setattr("kvferry.plan.slots.slot_plan.bytes_at", with_a_large_last)
-    plan = SlotPlan(rig("token-major", TABLE))
+    plan = SlotPlan(rig("token-major", TABLE), Side.TARGET)
     for number in range(len(plan.stretches)):
         assert len(plan.slots(number)) == 1
     assert sorted_ones == [plan.stretches[-1]]

@@ -13,9 +13,9 @@ from kvferry.plan.description.layout import Axis, State
 from kvferry.plan.description.model import CacheModel, Kept, LayerCache, attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import bind
-from kvferry.plan.programs.read_write_split import token_at
+from kvferry.plan.programs.program_split import token_at
 from kvferry.plan.programs.request import volume
-from kvferry.plan.programs.token_chunks import parted, unit_tokens
+from kvferry.plan.programs.stretches import parted, unit_tokens
 from kvferry.plan.routing.route import route
 
 MODEL = attention(2, 2, 8, "float32", 4)

@@ -15,12 +15,12 @@ from kvferry.plan.description.model import CacheModel, LayerCache, attention, la
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.row_patterns import rows_of
-from kvferry.plan.programs.token_chunks import stretch_tokens, stretches
+from kvferry.plan.programs.stretches import stretch_tokens, stretches
+from kvferry.plan.programs.tiles import rows_of
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots import slot_plan
-from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables, region_starts
-from kvferry.plan.strategy.strategies import Strategy
+from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables
+from kvferry.plan.strategy.strategies import Side, Strategy
 
 engines = st.one_of(scenarios(), handmade())
 STAGED = st.sampled_from([Strategy.SCATTER, Strategy.PACK])
@@ -45,10 +45,8 @@ def test_i7_slot_by_slot_the_target_is_the_same(scenario, strategy, slot_bytes):
             program = bind(found.between(source_rank, rank), source, layout)
             tables = scenario.source_tables[source_rank], scenario.target_tables[rank]
             carry(copies_for(program, *tables, scenario.ranges), sources[source_rank].at, straight.at)
-            request = StagedRequest(
-                program, *tables, scenario.ranges, strategy, slot_bytes, region_starts(source, layout)
-            )
-            _through_slots(SlotPlan(request), sources[source_rank], through, slot_bytes)
+            request = StagedRequest(program, *tables, scenario.ranges, strategy, slot_bytes)
+            _through_slots(request, sources[source_rank], through)
         for address, buffer in straight.buffers.items():
             assert np.array_equal(buffer, through.buffers[address])
 
@@ -87,15 +85,13 @@ def test_i7_where_the_last_stretch_has_only_tokens_of_other_ranks(share, run_tok
     tables, ranges = (tuple(range(12)),), (TokenRange(first, first + num_tokens),)
     for rank in range(len(target)):
         program = bind(route(source, target).between(rank, rank), source[rank], target[rank])
-        starts = region_starts(source[rank], target[rank])
         memory = oracle.Memory.poisoned(source[rank])
         oracle.fill(memory, tables, TokenRange(0, first + num_tokens))
         straight, cut, through = (oracle.Memory.poisoned(target[rank]) for _ in range(3))
         carry(copies_for(program, tables, tables, ranges), memory.at, straight.at)
         for stretch in stretches(ranges, stretch_tokens(program, most)):
             carry(copies_for(program, tables, tables, ranges, stretch), memory.at, cut.at)
-        request = StagedRequest(program, tables, tables, ranges, Strategy.PACK, most, starts)
-        _through_slots(SlotPlan(request), memory, through, most)
+        _through_slots(StagedRequest(program, tables, tables, ranges, Strategy.PACK, most), memory, through)
         for address, buffer in straight.buffers.items():
             assert np.array_equal(buffer, cut.buffers[address])
             assert np.array_equal(buffer, through.buffers[address])
@@ -127,9 +123,9 @@ def test_a_tail_is_completed_once_though_another_group_goes_on():
     tables, ranges = (tuple(range(5)), tuple(range(5, 10))), (TokenRange(0, 7), TokenRange(0, 18))
     for rank, num_tokens in ((0, 4 + 12), (1, 4 + 12)):
         program = bind(route(source, target).between(rank, rank), source[rank], target[rank])
-        starts, slot_bytes = region_starts(source[rank], target[rank]), 2 * model.bytes_per_token
-        plan = SlotPlan(StagedRequest(program, tables, tables, ranges, Strategy.PACK, slot_bytes, starts))
-        num_bytes = [slot.num_bytes for number in range(len(plan.stretches)) for slot in plan.slots(number)]
+        request = StagedRequest(program, tables, tables, ranges, Strategy.PACK, 2 * model.bytes_per_token)
+        plan = SlotPlan(request, Side.TARGET)
+        num_bytes = [slot.num_bytes for slot in slots_of(plan)]
         assert sum(num_bytes) == plan.num_bytes == num_tokens * model.bytes_per_token // 2
         assert len(num_bytes) > 2
 
@@ -140,11 +136,8 @@ def test_slots_have_one_length():
     (source,), (target,) = (describe(model, EngineShape(1, 1, 4, 8, "token-major"), 1 << at) for at in (20, 30))
     program = bind(route((source,), (target,)).between(0, 0), source, target)
     table, unit_bytes = (tuple(range(5)),), 4 * model.bytes_per_token
-    starts = region_starts(source, target)
-    request = StagedRequest(program, table, table, (TokenRange(0, 20),), Strategy.PACK, 4 * unit_bytes, starts)
-    plan = SlotPlan(request)
-    sizes = [slot.num_bytes for number in range(len(plan.stretches)) for slot in plan.slots(number)]
-    assert sizes == [3 * unit_bytes, 2 * unit_bytes]
+    request = StagedRequest(program, table, table, (TokenRange(0, 20),), Strategy.PACK, 4 * unit_bytes)
+    assert [slot.num_bytes for slot in slots_of(SlotPlan(request, Side.TARGET))] == [3 * unit_bytes, 2 * unit_bytes]
 
 
 def test_more_slots_than_anybody_needs_are_refused(monkeypatch):
@@ -154,8 +147,8 @@ def test_more_slots_than_anybody_needs_are_refused(monkeypatch):
     program = bind(route((source,), (target,)).between(0, 0), source, target)
     table, unit_bytes = (tuple(range(2)),), 4 * model.bytes_per_token
     for slot_bytes, is_enough in ((unit_bytes // 8, True), (unit_bytes // 8 - 1, False)):
-        starts = region_starts(source, target)
-        plan = SlotPlan(StagedRequest(program, table, table, (TokenRange(0, 8),), Strategy.PACK, slot_bytes, starts))
+        request = StagedRequest(program, table, table, (TokenRange(0, 8),), Strategy.PACK, slot_bytes)
+        plan = SlotPlan(request, Side.TARGET)
         if is_enough:
             assert len(plan.slots(0)) == 8
             continue
@@ -163,29 +156,33 @@ def test_more_slots_than_anybody_needs_are_refused(monkeypatch):
             plan.slots(0)
 
 
-def _through_slots(plan, source, target, most_bytes):
-    """One slot on either side for everything: each is used again at once."""
+def slots_of(plan):
+    return [slot for number in range(len(plan.stretches)) for slot in plan.slots(number)]
+
+
+def _through_slots(request, source, target):
+    """Planned by each side for itself, with one slot on either side for everything: each is used again at once."""
+    plans = [SlotPlan(request, side) for side in Side]
     num_bytes = 0
-    for number in range(len(plan.stretches)):
-        for slot in plan.slots(number):
-            num_bytes += slot.num_bytes
-            ours, theirs = np.full(slot.num_bytes, 1, np.uint8), np.full(slot.num_bytes, 2, np.uint8)
+    for at_source, at_target in zip(*map(slots_of, plans), strict=True):
+        num_bytes += at_target.num_bytes
+        ours, theirs = (np.full(at_target.num_bytes, each, np.uint8) for each in (1, 2))
 
-            def packed(at, length, buffer=ours):
-                return buffer[at : at + length]
+        def packed(at, length, buffer=ours):
+            return buffer[at : at + length]
 
-            def landed(at, length, buffer=theirs):
-                return buffer[at : at + length]
+        def landed(at, length, buffer=theirs):
+            return buffer[at : at + length]
 
-            gather, scatter = rows_of(slot.gather), rows_of(slot.scatter)
-            assert slot.num_bytes <= most_bytes
-            assert len(slot.wire) == 1 or not len(gather)
-            assert scatter.num_bytes == slot.wire.num_bytes == slot.num_bytes > 0
-            assert gather.num_bytes in (0, slot.num_bytes)
-            carry(gather, source.at, packed)
-            carry(slot.wire, packed if len(gather) else source.at, landed)
-            carry(scatter, landed, target.at)
-    assert num_bytes == plan.num_bytes
+        gather, wire, scatter = rows_of(at_source.gather), at_target.wire, rows_of(at_target.scatter)
+        assert at_source.num_bytes == at_target.num_bytes <= request.slot_bytes
+        assert len(wire) == 1 or not len(gather)
+        assert scatter.num_bytes == wire.num_bytes == at_target.num_bytes > 0
+        assert gather.num_bytes in (0, at_target.num_bytes)
+        carry(gather, source.at, packed)
+        carry(wire, packed if len(gather) else source.at, landed)
+        carry(scatter, landed, target.at)
+    assert num_bytes == plans[0].num_bytes == plans[1].num_bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -194,19 +191,14 @@ def test_a_target_finds_the_packed_slots_without_the_tables_of_the_source(scenar
     found = route(scenario.sources, scenario.targets)
     for source_rank, rank in found.pairs():
         source, target = scenario.sources[source_rank], scenario.targets[rank]
-        program, starts = bind(found.between(source_rank, rank), source, target), region_starts(source, target)
-        both = [scenario.source_tables[source_rank], any_tables(source, scenario.last)]
-        plans = [
-            SlotPlan(
-                StagedRequest(
-                    program, tables, scenario.target_tables[rank], scenario.ranges, Strategy.PACK, slot_bytes, starts
-                )
-            )
-            for tables in both
+        known = scenario.target_tables[rank], scenario.ranges, Strategy.PACK, slot_bytes
+        program = bind(found.between(source_rank, rank), source, target)
+        requests = [
+            StagedRequest(program, tables, *known)
+            for tables in (scenario.source_tables[source_rank], any_tables(source, scenario.last))
         ]
-        for number in range(len(plans[0].stretches)):
-            for real, found_here in zip(*(plan.slots(number) for plan in plans), strict=True):
-                assert real.num_bytes == found_here.num_bytes
-                for column in ("source", "target", "length"):
-                    ours, theirs = (getattr(rows_of(slot.scatter), column) for slot in (real, found_here))
-                    assert np.array_equal(ours, theirs)
+        for real, found_here in zip(*(slots_of(SlotPlan(each, Side.TARGET)) for each in requests), strict=True):
+            assert real.num_bytes == found_here.num_bytes
+            for column in ("source", "target", "length"):
+                ours, theirs = (getattr(rows_of(slot.scatter), column) for slot in (real, found_here))
+                assert np.array_equal(ours, theirs)

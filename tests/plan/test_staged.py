@@ -1,25 +1,15 @@
 """The stages of direct, scatter and pack, executed with plain slices on buffers of bytes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Copies
-from kvferry.plan.strategy.strategies import (
-    RegionStarts,
-    Stages,
-    Staging,
-    Strategy,
-    direct,
-    pack,
-    scatter,
-    source_runs,
-    staged,
-)
+from kvferry.plan.programs.program import RegionStarts
+from kvferry.plan.strategy.strategies import Side, Stages, Strategy, source_runs, staged
 
 POISON = 0xEE
 SOURCE, TARGET, SOURCE_STAGING, TARGET_STAGING = 1 << 40, 2 << 40, 3 << 40, 4 << 40
@@ -49,14 +39,25 @@ def rows_of(copies, source, target):
 
 @dataclass
 class World:
-    """Rows between two ranks with disjoint regions that may touch, and staging memory for them."""
+    """Rows between two ranks with disjoint regions that may touch, and the size of a slot of staging memory."""
 
     copies: Copies
     starts: RegionStarts
-    staging: Staging
+    slot_bytes: int
 
     def stages(self, strategy: Strategy) -> Stages:
-        return staged(self.copies, strategy, self.staging, self.starts)
+        """As each side plans its own, with staging memory of each rank at an address of its own."""
+        source, target = (staged(self.copies, strategy, self.slot_bytes, self.starts, side) for side in Side)
+        wire = {
+            Strategy.DIRECT: (0, 0),
+            Strategy.SCATTER: (0, TARGET_STAGING),
+            Strategy.PACK: (SOURCE_STAGING, TARGET_STAGING),
+        }[strategy]
+        return Stages(
+            source.gather.shifted(0, SOURCE_STAGING),
+            target.wire.shifted(*wire),
+            target.scatter.shifted(TARGET_STAGING, 0),
+        )
 
 
 @st.composite
@@ -83,7 +84,7 @@ def worlds(draw):
             len(lengths),
         ),
         RegionStarts(column(*source_starts) + np.uint64(SOURCE), column(*target_starts) + np.uint64(TARGET)),
-        Staging(SOURCE_STAGING, TARGET_STAGING, draw(st.integers(1, 40))),
+        draw(st.integers(1, 40)),
     )
 
 
@@ -150,7 +151,7 @@ def test_nothing_is_read_twice_and_nothing_that_is_not_wanted(world, strategy):
 @many
 @given(worlds(), st.sampled_from([Strategy.SCATTER, Strategy.PACK]))
 def test_no_row_of_any_stage_crosses_a_slot_and_staging_addresses_ascend_without_gaps(world, strategy):
-    stages, slot_bytes = world.stages(strategy), world.staging.slot_bytes
+    stages, slot_bytes = world.stages(strategy), world.slot_bytes
     sides = [
         (stages.gather.target, stages.gather.length, SOURCE_STAGING),
         (stages.wire.target, stages.wire.length, TARGET_STAGING),
@@ -181,18 +182,17 @@ def test_rows_are_never_joined_across_regions(world, strategy):
 @given(worlds())
 def test_a_packed_wire_has_one_row_per_slot(world):
     wire = world.stages(Strategy.PACK).wire
-    assert len(wire) == -(-world.copies.num_bytes // world.staging.slot_bytes)
-    assert np.all(wire.length[:-1] == world.staging.slot_bytes)
+    assert len(wire) == -(-world.copies.num_bytes // world.slot_bytes)
+    assert np.all(wire.length[:-1] == world.slot_bytes)
 
 
 @many
 @given(worlds())
 def test_a_scattered_wire_has_one_row_per_source_run_and_slot_border_at_most(world):
     runs = source_runs(world.copies, world.starts.source)
-    num_slots = -(-world.copies.num_bytes // world.staging.slot_bytes)
+    num_slots = -(-world.copies.num_bytes // world.slot_bytes)
     assert runs <= len(world.stages(Strategy.SCATTER).wire) <= runs + max(0, num_slots - 1)
-    whole = Staging(SOURCE_STAGING, TARGET_STAGING, 1 << 20)
-    assert len(scatter(world.copies, whole, world.starts).wire) == runs
+    assert len(replace(world, slot_bytes=1 << 20).stages(Strategy.SCATTER).wire) == runs
 
 
 ONE_REGION = RegionStarts(column(SOURCE), column(TARGET))
@@ -201,32 +201,32 @@ HEADS = copies_of((16, 8, 8), (0, 0, 8), (24, 108, 8), (8, 100, 8))
 
 
 def test_scatter_reads_one_run_and_writes_each_row():
-    stages = scatter(HEADS, Staging(SOURCE_STAGING, TARGET_STAGING, 64), ONE_REGION)
+    stages = World(HEADS, ONE_REGION, 64).stages(Strategy.SCATTER)
     assert rows_of(stages.wire, SOURCE, TARGET_STAGING) == [(0, 0, 32)]
     assert rows_of(stages.scatter, TARGET_STAGING, TARGET) == [(0, 0, 8), (8, 100, 8), (16, 8, 8), (24, 108, 8)]
 
 
 def test_pack_gathers_in_the_order_of_the_target_and_writes_long_rows():
-    stages = pack(HEADS, Staging(SOURCE_STAGING, TARGET_STAGING, 64), ONE_REGION)
+    stages = World(HEADS, ONE_REGION, 64).stages(Strategy.PACK)
     assert rows_of(stages.gather, SOURCE, SOURCE_STAGING) == [(0, 0, 8), (16, 8, 8), (8, 16, 8), (24, 24, 8)]
     assert rows_of(stages.wire, SOURCE_STAGING, TARGET_STAGING) == [(0, 0, 32)]
     assert rows_of(stages.scatter, TARGET_STAGING, TARGET) == [(0, 0, 16), (16, 100, 16)]
 
 
 def test_rows_are_cut_where_a_slot_ends_and_only_there():
-    stages = pack(HEADS, Staging(SOURCE_STAGING, TARGET_STAGING, 12), ONE_REGION)
+    stages = World(HEADS, ONE_REGION, 12).stages(Strategy.PACK)
     assert rows_of(stages.wire, SOURCE_STAGING, TARGET_STAGING) == [(0, 0, 12), (12, 12, 12), (24, 24, 8)]
     assert rows_of(stages.scatter, TARGET_STAGING, TARGET) == [(0, 0, 12), (12, 12, 4), (16, 100, 8), (24, 108, 8)]
 
 
 def test_a_row_longer_than_several_slots_is_cut_at_each():
-    stages = scatter(copies_of((5, 7, 10)), Staging(SOURCE_STAGING, TARGET_STAGING, 4), ONE_REGION)
+    stages = World(copies_of((5, 7, 10)), ONE_REGION, 4).stages(Strategy.SCATTER)
     assert rows_of(stages.wire, SOURCE, TARGET_STAGING) == [(5, 0, 4), (9, 4, 4), (13, 8, 2)]
 
 
 def test_a_region_that_begins_where_another_ends_is_not_joined():
     borders = RegionStarts(column(SOURCE, SOURCE + 16), column(TARGET))
-    stages = scatter(HEADS, Staging(SOURCE_STAGING, TARGET_STAGING, 64), borders)
+    stages = World(HEADS, borders, 64).stages(Strategy.SCATTER)
     assert rows_of(stages.wire, SOURCE, TARGET_STAGING) == [(0, 0, 16), (16, 16, 16)]
     assert source_runs(HEADS, borders.source) == 2
     assert source_runs(HEADS, ONE_REGION.source) == 1
@@ -235,9 +235,8 @@ def test_a_region_that_begins_where_another_ends_is_not_joined():
 @pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])
 def test_a_border_on_one_side_divides_rows_on_that_side_alone(strategy):
     rows = copies_of((0, 40, 8), (8, 48, 8))
-    staging = Staging(SOURCE_STAGING, TARGET_STAGING, 64)
-    at_source = staged(rows, strategy, staging, RegionStarts(column(SOURCE, SOURCE + 8), column(TARGET)))
-    at_target = staged(rows, strategy, staging, RegionStarts(column(SOURCE), column(TARGET, TARGET + 48)))
+    at_source = World(rows, RegionStarts(column(SOURCE, SOURCE + 8), column(TARGET)), 64).stages(strategy)
+    at_target = World(rows, RegionStarts(column(SOURCE), column(TARGET, TARGET + 48)), 64).stages(strategy)
     read = [stages.gather if strategy is Strategy.PACK else stages.wire for stages in (at_source, at_target)]
     assert [len(copies) for copies in read] == [2, 1]
     assert [len(stages.scatter) for stages in (at_source, at_target)] == [1, 2]
@@ -249,30 +248,16 @@ def test_regions_without_rows_or_beyond_them_change_nothing():
 
 
 def test_direct_is_the_copies_themselves():
-    assert direct(HEADS).wire is HEADS
+    assert staged(HEADS, Strategy.DIRECT, 64, ONE_REGION, Side.TARGET).wire is HEADS
 
 
 def test_sources_that_several_rows_share_are_still_brought_to_each():
-    world = World(
-        copies_of((0, 0, 8), (4, 50, 8), (0, 100, 8)), ONE_REGION, Staging(SOURCE_STAGING, TARGET_STAGING, 16)
-    )
+    world = World(copies_of((0, 0, 8), (4, 50, 8), (0, 100, 8)), ONE_REGION, 16)
     targets = [executed(world, strategy)[0] for strategy in Strategy]
     assert all(np.array_equal(targets[0], target) for target in targets[1:])
 
 
 def test_pieces_tell_the_rows_before_any_merging():
     copies = Copies(HEADS.source, HEADS.target, HEADS.length, 99)
-    stages = pack(copies, Staging(SOURCE_STAGING, TARGET_STAGING, 64), ONE_REGION)
+    stages = World(copies, ONE_REGION, 64).stages(Strategy.PACK)
     assert (stages.gather.pieces, stages.wire.pieces, stages.scatter.pieces) == (99, 1, 99)
-
-
-@pytest.mark.parametrize("slot_bytes", [0, -4096])
-def test_a_slot_must_hold_something(slot_bytes):
-    with pytest.raises(ConfigurationError, match=f"found: {slot_bytes} bytes"):
-        Staging(SOURCE_STAGING, TARGET_STAGING, slot_bytes)
-
-
-@pytest.mark.parametrize(("source", "target"), [(-1, 0), (0, -1), (1 << 63, 0), (0, 1 << 63)])
-def test_staging_memory_has_an_address(source, target):
-    with pytest.raises(ConfigurationError, match="invalid address of staging memory"):
-        Staging(source, target, 4096)

@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigurationError
-from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.copies import NOTHING, Copies
+from kvferry.plan.programs.program import RegionStarts
 from kvferry.plan.strategy.calibration import TYPICAL_AGENTS, TYPICAL_HOST, Costs, typical_device
-from kvferry.plan.strategy.cost_model import ONE_REGION, Counts, choose, choose_by_counts, counts_of, prices
-from kvferry.plan.strategy.strategies import RegionStarts, Staging, Strategy, staged
+from kvferry.plan.strategy.cost_model import Counts, choose, counts_of, prices
+from kvferry.plan.strategy.strategies import Side, Strategy, staged
 
 KIB, MIB = 1 << 10, 1 << 20
+ONE_REGION = np.zeros(0, np.uint64)
 many = settings(max_examples=150)
 
 
@@ -81,13 +83,13 @@ def test_agents_that_know_nothing_better_of_each_other_do_not_fill_tiny_slots():
 
 @pytest.mark.parametrize("row_bytes", [256, 512, 1 * KIB, 2 * KIB, 4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB])
 def test_on_a_host_staging_wins_below_64_kib(row_bytes):
-    assert choose_by_counts(rows_of(row_bytes), TYPICAL_HOST).strategy is Strategy.PACK
+    assert choose(rows_of(row_bytes), TYPICAL_HOST).strategy is Strategy.PACK
 
 
 @pytest.mark.parametrize("total", [64 * MIB, 1024 * MIB])
 @pytest.mark.parametrize("row_bytes", [128 * KIB, 256 * KIB, 1 * MIB])
 def test_on_a_host_long_rows_go_direct_however_many_they_are(row_bytes, total):
-    assert choose_by_counts(rows_of(row_bytes, total), TYPICAL_HOST).strategy is Strategy.DIRECT
+    assert choose(rows_of(row_bytes, total), TYPICAL_HOST).strategy is Strategy.DIRECT
 
 
 def test_on_a_host_the_two_meet_near_64_kib():
@@ -121,16 +123,16 @@ def test_on_a_host_the_pipeline_takes_what_was_measured_with_its_slots():
 
 
 def test_one_run_at_the_source_is_scattered_not_gathered():
-    choice = choose_by_counts(rows_of(512, runs_of=1024), TYPICAL_HOST)
+    choice = choose(rows_of(512, runs_of=1024), TYPICAL_HOST)
     assert choice.strategy is Strategy.SCATTER
 
 
 def test_a_device_packs_small_rows_near_the_rate_of_its_link():
     costs = typical_device(50e9)
-    choice = choose_by_counts(rows_of(256, 1024 * MIB), costs)
+    choice = choose(rows_of(256, 1024 * MIB), costs)
     assert choice.strategy is Strategy.PACK
     assert choice.predicted_s < 1.1 * 1024 * MIB / 50e9
-    assert choose_by_counts(rows_of(16 * MIB, 1024 * MIB), costs).strategy is Strategy.DIRECT
+    assert choose(rows_of(16 * MIB, 1024 * MIB), costs).strategy is Strategy.DIRECT
 
 
 # Laws.
@@ -200,19 +202,19 @@ def test_what_one_of_several_sources_costs_is_what_all_take(counts, costs):
 def test_packing_pays_sooner_where_many_are_read_by_one(fan_in, expected):
     """One thread posts all rows; to gather and to write, each source has its own."""
     costs = replace(TYPICAL_HOST, gather_bytes_per_s=1e9, fan_in=fan_in, rows_fan_in=fan_in)
-    assert choose_by_counts(rows_of(16 * KIB), costs).strategy is expected
+    assert choose(rows_of(16 * KIB), costs).strategy is expected
 
 
 @pytest.mark.parametrize(("rows_fan_in", "expected"), [(1.0, Strategy.DIRECT), (8.0, Strategy.PACK)])
 def test_many_that_write_do_not_wait_for_one_that_scatters_for_all(rows_fan_in, expected):
     costs = replace(TYPICAL_HOST, wire_bytes_per_s=50e9, fan_in=8.0, rows_fan_in=rows_fan_in)
-    assert choose_by_counts(rows_of(8 * KIB), costs).strategy is expected
+    assert choose(rows_of(8 * KIB), costs).strategy is expected
 
 
 @many
 @given(some_counts(), some_costs())
 def test_the_cheapest_is_chosen_and_the_losers_are_told(counts, costs):
-    choice = choose_by_counts(counts, costs)
+    choice = choose(counts, costs)
     assert sorted(price.strategy for price in choice.prices) == sorted(Strategy)
     assert [price.seconds for price in choice.prices] == sorted(price.seconds for price in choice.prices)
     assert (choice.strategy, choice.predicted_s) == (choice.prices[0].strategy, choice.prices[0].seconds)
@@ -228,9 +230,9 @@ def test_prices_count_the_rows_that_the_stages_have(rows, slot_bytes):
     lengths = np.array([length for _, length in rows], np.uint64)
     copies = Copies(sources, np.arange(len(rows), dtype=np.uint64) * np.uint64(64), lengths, len(rows))
     costs = replace(TYPICAL_HOST, slot_bytes=slot_bytes)
-    found = {price.strategy: price.num_rows for price in choose(copies, costs).prices}
-    staging, starts = Staging(1 << 40, 2 << 40, slot_bytes), RegionStarts(ONE_REGION, ONE_REGION)
-    posted = {strategy: len(staged(copies, strategy, staging, starts).wire) for strategy in Strategy}
+    found = {price.strategy: price.num_rows for price in choose(counts_of(copies, ONE_REGION), costs).prices}
+    starts = RegionStarts(ONE_REGION, ONE_REGION)
+    posted = {strategy: len(staged(copies, strategy, slot_bytes, starts, Side.TARGET).wire) for strategy in Strategy}
     assert posted["direct"] == found["direct"]
     assert posted["pack"] == found["pack"]
     assert posted["scatter"] <= found["scatter"] <= posted["scatter"] + max(0, found["pack"] - 1)
@@ -246,9 +248,8 @@ def test_counts_of_rows():
         length=np.array([10, 50, 50], np.uint64),
         pieces=3,
     )
-    assert counts_of(copies) == Counts(110, 3, 1)
     assert counts_of(copies, np.array([0, 50], np.uint64)) == Counts(110, 3, 2)
-    assert choose(copies, TYPICAL_HOST) == choose_by_counts(Counts(110, 3, 1), TYPICAL_HOST)
+    assert counts_of(copies, ONE_REGION) == Counts(110, 3, 1)
 
 
 # One slot, all numbers exact in binary: direct 1 + 4*1 + 2 = 7; scatter 1 + 1 + 2 + (1 + 4*0.25 + 1) = 7.
@@ -346,8 +347,7 @@ def test_a_tie_of_the_staged_two_goes_to_scatter():
 
 
 def test_nothing_costs_nothing_and_is_direct():
-    empty = np.zeros(0, np.uint64)
-    choice = choose(Copies(empty, empty, empty, 0), TYPICAL_HOST)
+    choice = choose(counts_of(NOTHING, ONE_REGION), TYPICAL_HOST)
     assert (choice.strategy, choice.predicted_s) == (Strategy.DIRECT, 0.0)
     assert choice.reason == "direct: there is nothing to move"
     assert [(price.seconds, price.num_rows) for price in choice.prices] == [(0.0, 0)] * 3
@@ -385,12 +385,12 @@ def test_nothing_costs_nothing_and_is_direct():
     ],
 )
 def test_the_reason_is_a_sentence_with_the_numbers(counts, costs, reason):
-    assert choose_by_counts(counts, costs).reason == reason
+    assert choose(counts, costs).reason == reason
 
 
 @pytest.mark.parametrize(("latency_s", "told"), [(999.9e-6, "1 ms"), (0.9999, "1.00 s"), (1234.0, "1,234.00 s")])
 def test_times_are_told_without_exponents(latency_s, told):
-    reason = choose_by_counts(Counts(1, 1, 1), replace(TYPICAL_HOST, latency_s=latency_s)).reason
+    reason = choose(Counts(1, 1, 1), replace(TYPICAL_HOST, latency_s=latency_s)).reason
     assert f"would cost {told};" in reason
 
 

@@ -12,8 +12,8 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import bind
-from kvferry.plan.programs.request import copies_for, num_rows, volume
-from kvferry.plan.programs.token_chunks import (
+from kvferry.plan.programs.request import copies_for, volume
+from kvferry.plan.programs.stretches import (
     WHOLE,
     Stretch,
     even_stretches,
@@ -49,8 +49,9 @@ def test_the_stretches_of_a_request_move_each_byte_of_it_once(scenario, most_byt
         whole = copies_for(program, *tables, scenario.ranges)
         copies = [copies_for(program, *tables, scenario.ranges, part) for part in parts]
         assert moved(*copies) == moved(whole)
-        assert volume(program, scenario.ranges) == (num_rows(program, scenario.ranges), whole.num_bytes)
-        assert sum(num_rows(program, scenario.ranges, part) for part in parts) == num_rows(program, scenario.ranges)
+        volumes = [volume(program, scenario.ranges, part) for part in parts]
+        assert tuple(map(sum, zip(*volumes, strict=True))) == volume(program, scenario.ranges)
+        assert sum(num_bytes for _, num_bytes in volumes) == whole.num_bytes
 
 
 @many

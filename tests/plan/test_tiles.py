@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.plan.programs.copies import NOTHING, Copies
-from kvferry.plan.programs.row_patterns import Tile, plain, rows_of
+from kvferry.plan.programs.tiles import Tile, plain, rows_of
 
 numbers = st.integers(0, 1 << 40)
 

@@ -13,7 +13,7 @@ from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
 from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.token_chunks import parted
+from kvferry.plan.programs.stretches import parted
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Cancel, Connect, Count, Digest, LeaseEnded, Post, Reply
 from kvferry.session.events import (

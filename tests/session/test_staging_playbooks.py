@@ -19,14 +19,14 @@ from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
 from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Copies, Direction
-from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.program import RegionStarts, bind, region_starts
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.row_patterns import rows_of
+from kvferry.plan.programs.tiles import rows_of
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots import slot_plan
-from kvferry.plan.slots.slot_plan import SlotPlan, region_starts
+from kvferry.plan.slots.slot_plan import SlotPlan
 from kvferry.plan.strategy.calibration import TYPICAL_HOST
-from kvferry.plan.strategy.strategies import RegionStarts, Strategy
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import (
     Acquire,
     BlocksReleased,

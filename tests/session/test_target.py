@@ -11,10 +11,9 @@ from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.description.model import attention, latent
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.program import bind, region_starts
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots.slot_plan import region_starts
 from kvferry.plan.strategy.calibration import TYPICAL_HOST
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import (

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.staging.device.launches import launch_of
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None

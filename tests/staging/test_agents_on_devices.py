@@ -28,7 +28,7 @@ from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.session.timeouts import Timing
 from kvferry.staging.device import patterns
 from kvferry.staging.device.mover import DeviceMover
-from kvferry.staging.device.pinned import CudaRuntime, Pinned
+from kvferry.staging.device.pinned import CudaRuntime, pinned
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import Regions
 from kvferry.transport.registry import open_transports
@@ -76,7 +76,7 @@ class DeviceRank:
         launcher = side if where.type != "cpu" else NoWait(side)
 
         def mover(near: Sequence[Memory], _notify: Callable[[], None]) -> DeviceMover:
-            pins = [Pinned(CudaRuntime(where), near)] if where.type == "cuda" else []
+            pins = [pinned(CudaRuntime(where), near)] if where.type == "cuda" else []
             extents = [(memory.address, memory.size_bytes) for memory in near]
             return DeviceMover(launcher, Regions.of([(self.cache.data_ptr(), size_bytes), *extents]), pins)
 

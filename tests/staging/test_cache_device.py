@@ -12,7 +12,7 @@ from kvferry.devices import CacheDevice, cache_device
 from kvferry.errors import ConfigurationError
 from kvferry.extras import MissingExtraError
 from kvferry.plan.programs.copies import Copies
-from kvferry.plan.programs.row_patterns import plain
+from kvferry.plan.programs.tiles import plain
 from kvferry.staging.device.table import StagingMemory
 from kvferry.transport.base import Memory
 

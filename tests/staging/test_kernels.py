@@ -14,7 +14,7 @@ from reference_copy import Bytes, bytes_of, copy
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
-from kvferry.plan.programs.row_patterns import Tile, tile_of
+from kvferry.plan.programs.tiles import Tile, tile_of
 from kvferry.staging.device.launches import MAX_ROW_BYTES, PROGRAM_BYTES, launch_of
 
 # Triton says something about multiplications whenever it compiles.

@@ -17,7 +17,7 @@ from reference_copy import Bytes, copy
 
 from kvferry.errors import IllegalEventError, TransportError
 from kvferry.plan.programs.copies import Copies
-from kvferry.plan.programs.row_patterns import Tile, plain, rows_of
+from kvferry.plan.programs.tiles import Tile, plain, rows_of
 from kvferry.staging import host_mover
 from kvferry.staging.device.launches import MAX_ROW_BYTES
 from kvferry.staging.device.mover import DeviceMover

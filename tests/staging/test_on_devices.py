@@ -15,11 +15,11 @@ import torch
 from kvferry.agent.memory.arena import Arena
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Copies
-from kvferry.plan.programs.row_patterns import plain
+from kvferry.plan.programs.tiles import plain
 from kvferry.staging.device.arena import DeviceArena
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.device.patterns import tiles_of
-from kvferry.staging.device.pinned import CudaRuntime, Pinned
+from kvferry.staging.device.pinned import CudaRuntime, pinned
 from kvferry.staging.mover import Moved
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import Regions
@@ -43,7 +43,7 @@ class Rig:
         self.cache = torch.zeros(LAYERS * BLOCKS * TOKENS, ROW_BYTES, dtype=torch.uint8, device=where)
         memories = Memory(self.cache.data_ptr(), self.cache.nbytes, -1, where.type), arena.memory
         is_pinned = arena.memory.device != where.type
-        pins = [Pinned(CudaRuntime(where), [arena.memory])] if is_pinned else []
+        pins = [pinned(CudaRuntime(where), [arena.memory])] if is_pinned else []
         side = side_streams.SideStream(where)
         self.mover = DeviceMover(side, Regions.of([(memory.address, memory.size_bytes) for memory in memories]), pins)
 
@@ -195,7 +195,7 @@ def test_addresses_can_be_pinned_again_and_again(cuda):
         lent = allocate_shared(1 << 20, "kvferry-test")
         bits = torch.frombuffer(lent.buffer, dtype=torch.uint8)
         assert not bits.is_pinned()
-        pins = Pinned(CudaRuntime(cuda), [lent.memory])
+        pins = pinned(CudaRuntime(cuda), [lent.memory])
         assert bits.is_pinned()
         pins.close()
         assert not bits.is_pinned()
@@ -206,9 +206,9 @@ def test_addresses_can_be_pinned_again_and_again(cuda):
 @pytest.mark.device
 def test_a_driver_refuses_what_is_pinned_already(cuda):
     lent = allocate_shared(1 << 20, "kvferry-test")
-    pins = Pinned(CudaRuntime(cuda), [lent.memory])
+    pins = pinned(CudaRuntime(cuda), [lent.memory])
     with pytest.raises(ConfigurationError, match="cudaHostRegister returned"):
-        Pinned(CudaRuntime(cuda), [lent.memory])
+        pinned(CudaRuntime(cuda), [lent.memory])
     with contextlib.suppress(RuntimeError):
         # The runtime tells once more, to whoever launches next on this thread.
         torch.ones(1, device=cuda).add_(1)

@@ -16,10 +16,10 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import NOTHING, Copies
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.row_patterns import Tile, rows_of, tile_of
+from kvferry.plan.programs.tiles import Tile, rows_of, tile_of
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, region_starts
-from kvferry.plan.strategy.strategies import Strategy
+from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest
+from kvferry.plan.strategy.strategies import Side, Strategy
 from kvferry.staging.device import patterns
 from kvferry.staging.device.launches import MAX_ROW_BYTES
 from kvferry.staging.device.patterns import for_device, tiles_of
@@ -55,10 +55,11 @@ def check(copies: Copies) -> tuple[Tile, ...]:
     return tiles
 
 
-def moved(plan: SlotPlan) -> list[tuple[Tile, ...]]:
+def moved(request: StagedRequest) -> list[tuple[Tile, ...]]:
     """All that one request gathers and scatters, slot by slot."""
-    slots = [slot for number in range(len(plan.stretches)) for slot in plan.slots(number)]
-    return [tiles for slot in slots for tiles in (slot.gather, slot.scatter) if tiles]
+    plans = [SlotPlan(request, side) for side in Side]
+    slots = [[slot for number in range(len(plan.stretches)) for slot in plan.slots(number)] for plan in plans]
+    return [tiles for ours, theirs in zip(*slots, strict=True) for tiles in (ours.gather, theirs.scatter) if tiles]
 
 
 def check_slot(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
@@ -86,10 +87,7 @@ def test_tiles_have_the_rows_of_any_plan(scenario, strategy, slot_bytes):
             program = bind(found.between(source_rank, rank), source, layout)
             tables = scenario.source_tables[source_rank], scenario.target_tables[rank]
             check(copies_for(program, *tables, scenario.ranges))
-            starts = region_starts(source, layout)
-            for tiles in moved(
-                SlotPlan(StagedRequest(program, *tables, scenario.ranges, strategy, slot_bytes, starts))
-            ):
+            for tiles in moved(StagedRequest(program, *tables, scenario.ranges, strategy, slot_bytes)):
                 check_slot(tiles)
 
 
@@ -146,7 +144,7 @@ def test_no_rows_are_no_tiles():
     assert tiles_of(Copies(*np.array([[1, 2], [1, 2], [0, 0]], np.uint64), 2)) == ()
 
 
-def request_of(formats: tuple[str, str], tokens: TokenRange, slot_bytes: int, strategy: Strategy) -> SlotPlan:
+def request_of(formats: tuple[str, str], tokens: TokenRange, slot_bytes: int, strategy: Strategy) -> StagedRequest:
     """Of 32 layers from one rank to one of four, whose blocks have another size, at blocks in no order."""
     model = attention(num_layers=32, num_heads=8, head_dim=64, dtype="float16", item_bytes=2)
     shapes = EngineShape(1, 1, 16, 80, formats[0]), EngineShape(4, 1, 24, 80, formats[1])
@@ -155,8 +153,7 @@ def request_of(formats: tuple[str, str], tokens: TokenRange, slot_bytes: int, st
     dice = random.Random(5)
     tables = [(tuple(dice.sample(range(80), 80)),) for _ in shapes]
     program = bind(route(*engines).between(0, 1), source, target)
-    starts = region_starts(source, target)
-    return SlotPlan(StagedRequest(program, *tables, (tokens,), strategy, slot_bytes, starts))
+    return StagedRequest(program, *tables, (tokens,), strategy, slot_bytes)
 
 
 @pytest.mark.parametrize("tokens", [TokenRange(0, 960), TokenRange(5, 1027)])

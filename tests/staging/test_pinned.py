@@ -10,7 +10,7 @@ import torch
 
 from kvferry.errors import ConfigurationError
 from kvferry.staging.device.mover import DeviceMover
-from kvferry.staging.device.pinned import CudaRuntime, Pinned
+from kvferry.staging.device.pinned import CudaRuntime, pinned
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import Regions
 
@@ -38,19 +38,19 @@ class Driver:
 
 def test_what_is_pinned_is_let_go_once():
     driver = Driver()
-    pins = Pinned(driver, MEMORIES)
+    pins = pinned(driver, MEMORIES)
     assert driver.pinned == {1 << 20: 4096, 1 << 21: 8192}
     pins.close()
     pins.close()
     assert driver.pinned == {}
     # The same addresses can be pinned again, as when another engine of this process gets them.
-    Pinned(driver, MEMORIES).close()
+    pinned(driver, MEMORIES).close()
 
 
 def test_a_refusal_says_what_was_asked_and_leaves_nothing_pinned():
     driver = Driver(room=8192)
     with pytest.raises(ConfigurationError, match=r"returned 2 for 8,192 bytes; .*hint: raise the limit on locked"):
-        Pinned(driver, MEMORIES)
+        pinned(driver, MEMORIES)
     assert driver.pinned == {}
 
 
@@ -61,7 +61,7 @@ def test_a_device_that_has_failed_does_not_stop_the_end():
             raise RuntimeError("the device is lost")
 
     driver = Lost()
-    Pinned(driver, MEMORIES).close()
+    pinned(driver, MEMORIES).close()
     assert len(driver.story) == 2
 
 
@@ -77,7 +77,7 @@ def test_a_mover_lets_go_when_nothing_runs_any_more(fails):
 
     array = np.zeros(4096, np.uint8)
     memory = Memory(array.ctypes.data, 4096, -1)
-    mover = DeviceMover(Launcher(), Regions.of([(memory.address, 4096)]), [Pinned(driver, [memory])])
+    mover = DeviceMover(Launcher(), Regions.of([(memory.address, 4096)]), [pinned(driver, [memory])])
     mover.close()
     mover.close()
     assert driver.story == ["finish", ("unregister", memory.address)]
@@ -93,7 +93,7 @@ def test_what_a_device_may_still_copy_to_stays_pinned():
 
     array = np.zeros(4096, np.uint8)
     memory = Memory(array.ctypes.data, 4096, -1)
-    DeviceMover(Stuck(), Regions.of([(memory.address, 4096)]), [Pinned(driver, [memory])]).close()
+    DeviceMover(Stuck(), Regions.of([(memory.address, 4096)]), [pinned(driver, [memory])]).close()
     assert driver.story == []
 
 
@@ -118,6 +118,6 @@ def test_cuda_is_asked_on_the_device_whoever_asks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     monkeypatch.setattr(torch.cuda, "device", on)
     device = torch.device("cuda:1")
-    Pinned(CudaRuntime(device), MEMORIES[:1]).close()
+    pinned(CudaRuntime(device), MEMORIES[:1]).close()
     on_it = ("on", device)
     assert story == [on_it, ("register", 1 << 20, 4096, 0), "off", on_it, ("unregister", 1 << 20), "off"]

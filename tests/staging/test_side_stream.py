@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvferry.plan.programs.copies import Copies
-from kvferry.plan.programs.row_patterns import plain, tile_of
+from kvferry.plan.programs.tiles import plain, tile_of
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.mover import Moved
 from kvferry.transport.registered_memory import Regions

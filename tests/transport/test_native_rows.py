@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.registered_memory import LocatedRows, Regions
 from kvferry.transport.rowcopy import with_numpy
 from kvferry.transport.rowcopy.copier import (

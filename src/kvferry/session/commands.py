@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvferry.errors import TransferError
 from kvferry.plan.digests.extractor import Extract
 from kvferry.plan.programs.copies import Copies, Direction
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.session.keys import PeerKey, Remote, SlotKey, WorkKey
 from kvferry.wire.messages import Message, Offer, TargetOffer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.plan.slots.slot_plan import Slot
 from kvferry.session.keys import SlotKey
 from kvferry.session.state_machine import StateMachine, TransitionTable

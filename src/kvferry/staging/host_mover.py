@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import FerryError, IllegalEventError
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import Regions, View, view_of
@@ -38,6 +38,9 @@ class HostMover:
     thread whenever `poll` has something to report.
     """
 
+    notifies = True
+    reaches_peer_memory = True
+
     def __init__(self, regions: Regions, notify: Callable[[], None]) -> None:
         self._regions = regions
         self._notify = notify
@@ -53,14 +56,6 @@ class HostMover:
     @property
     def busy(self) -> bool:
         return bool(self._open)
-
-    @property
-    def notifies(self) -> bool:
-        return True
-
-    @property
-    def reaches_peer_memory(self) -> bool:
-        return True
 
     def start(self, key: Hashable, tiles: Sequence[Tile], peer_view: View | None = None) -> None:
         """See `Mover`. Copies begin in the order of their starts."""

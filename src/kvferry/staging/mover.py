@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.registered_memory import View
 
 CLOSED = "the mover was closed"
@@ -24,7 +24,14 @@ class Moved(NamedTuple):
 
 
 class Mover(Protocol):
-    """Copies rows inside one process; addresses are absolute, those of a device or of the host."""
+    """Copies rows inside one process; addresses are absolute, those of a device or of the host.
+
+    `notifies`: whether it calls the agent when `poll` has something to report; if not, the agent must poll repeatedly.
+    `reaches_peer_memory`: whether `start` takes a `peer_view`.
+    """
+
+    notifies: bool
+    reaches_peer_memory: bool
 
     def start(self, key: Hashable, tiles: Sequence[Tile], peer_view: View | None = None) -> None:
         """Begin a copy. Errors come out of `poll`, such as rows that leave the memories of the mover. With
@@ -42,16 +49,6 @@ class Mover(Protocol):
     @property
     def busy(self) -> bool:
         """Whether `poll` has not yet reported the end of every copy."""
-        ...
-
-    @property
-    def reaches_peer_memory(self) -> bool:
-        """Whether `start` takes a `peer_view`."""
-        ...
-
-    @property
-    def notifies(self) -> bool:
-        """Whether it calls the agent when `poll` has something to report; otherwise the agent must poll repeatedly."""
         ...
 
     def close(self) -> None:

@@ -15,8 +15,7 @@ from kvferry.errors import ConfigurationError, LayoutError
 from kvferry.plan.description.arrange import Arranged, Member, arrange, pooled
 from kvferry.plan.description.layout import CacheGroup, Layout, Placement, Region
 from kvferry.plan.description.model import CacheModel, Kept
-from kvferry.plan.description.sharding import shares, stages
-from kvferry.plan.description.span import Span
+from kvferry.plan.description.span import Span, shares, stages
 from kvferry.plan.description.tokens import UNSHARED, TokenShare
 
 FORMATS = {

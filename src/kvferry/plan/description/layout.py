@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from kvferry.errors import LayoutError
 from kvferry.plan.description.span import MAX_STOP, Span
@@ -43,6 +45,15 @@ class State:
     per_token: bool
     window_tokens: int = 0
     chunk_tokens: int = 0
+
+    @property
+    def token_limits(self) -> tuple[bool, int, int]:
+        """What decides which tokens move: equal for states of which the same do."""
+        return self.per_token, self.window_tokens, self.chunk_tokens
+
+    def num_bytes(self, box: Sequence[Span]) -> int:
+        """What a box takes for one token, or altogether for a state of fixed size."""
+        return self.item_bytes * prod(map(len, box))
 
     def seen_by_next(self, tokens: TokenRange) -> TokenRange:
         """The part of a range that the token after it, `tokens.last`, or a later one still sees."""
@@ -137,6 +148,12 @@ class Layout:
     def placement_of(self) -> dict[str, Placement]:
         """Placements by the name of their state."""
         return {placement.state: placement for placement in self.placements}
+
+    def address_of(self, placement: Placement, box: Sequence[Span]) -> int:
+        """The address of the first element of a box, which is a part of the placement's, in block 0, slot 0."""
+        axes = zip(box, placement.spans, placement.strides, strict=True)
+        inside = sum((wanted.start - held.start) * stride for wanted, held, stride in axes)
+        return self.regions[placement.region].address + placement.offset + inside
 
 
 def fingerprint(layout: Layout) -> str:

@@ -27,7 +27,7 @@ class TokenRange:
         return max(0, self.last - self.first)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class TokenSet:
     """The tokens `t` whose remainder `t % period` lies in one of `spans` (ascending, apart from one another)."""
 

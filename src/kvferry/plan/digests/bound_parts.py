@@ -13,7 +13,7 @@ from kvferry.plan.description.layout import Layout, Placement, State
 from kvferry.plan.description.tokens import classes
 from kvferry.plan.digests.subject import Part
 from kvferry.plan.programs.copies import Column
-from kvferry.plan.routing.route import Box
+from kvferry.plan.routing.route import contains
 from kvferry.plan.routing.selection import Indices, Selection
 
 # A state of fixed size is taken piece by piece: as many of its last axes as fit.
@@ -87,7 +87,7 @@ def bind_part(part: Part, layout: Layout) -> BoundPart:
         state, placement = states[name], placements[name]
         _check_box(part, placement)
         _check_tokens(part, state, layout)
-        alike.setdefault(_shape(part, state, placement), []).append((place, _start(part, placement, layout)))
+        alike.setdefault(_shape(part, state, placement), []).append((place, layout.address_of(placement, part.box)))
     kinds = {states[name].per_token for name in part.states}
     if len(kinds) > 1:
         raise RequestError("a part of a digest mixes states with tokens and states of fixed size")
@@ -95,20 +95,13 @@ def bind_part(part: Part, layout: Layout) -> BoundPart:
         StateGroup(shape, np.array([place for place, _ in found]), np.array([start for _, start in found], np.uint64))
         for shape, found in alike.items()
     ]
-    num_bytes = sum(box_bytes(states[name], part.box) for name in part.states)
+    num_bytes = sum(states[name].num_bytes(part.box) for name in part.states)
     return BoundPart(kinds.pop(), Selection.of(part.tokens), tuple(groups), num_bytes)
-
-
-def box_bytes(state: State, box: Box) -> int:
-    """What a box takes for one token, or altogether for a state of fixed size."""
-    return state.item_bytes * prod(map(len, box))
 
 
 def _check_box(part: Part, placement: Placement) -> None:
     held = placement.spans
-    if len(part.box) != len(held) or any(
-        wanted.start < whole.start or wanted.stop > whole.stop for wanted, whole in zip(part.box, held, strict=True)
-    ):
+    if len(part.box) != len(held) or not contains(held, part.box):
         what = f"a digest of more of {placement.state} than this rank holds"
         raise RequestError(what, found=" x ".join(map(str, part.box)), expected=" x ".join(map(str, held)))
 
@@ -118,12 +111,6 @@ def _check_tokens(part: Part, state: State, layout: Layout) -> None:
     if state.per_token and not all(holders for _, holders in classes(part.tokens, (share,))):
         what = f"a digest of tokens of {state.name} that this rank does not hold"
         raise RequestError(what, found=str(part.tokens), expected=str(share))
-
-
-def _start(part: Part, placement: Placement, layout: Layout) -> int:
-    axes = zip(part.box, placement.spans, placement.strides, strict=True)
-    inside = sum((wanted.start - held.start) * stride for wanted, held, stride in axes)
-    return layout.regions[placement.region].address + placement.offset + inside
 
 
 def _shape(part: Part, state: State, placement: Placement) -> Shape:

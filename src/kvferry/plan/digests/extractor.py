@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import RequestError
 from kvferry.plan.description.layout import Layout
-from kvferry.plan.digests.bound_parts import BoundPart, Grid, Shape, StateGroup, bind_part, box_bytes
+from kvferry.plan.digests.bound_parts import BoundPart, Grid, Shape, StateGroup, bind_part
 from kvferry.plan.digests.sampling import STRATUM_TOKENS, chosen
 from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
 from kvferry.plan.programs.blocks import BlockTables, Owner, checked
@@ -65,11 +65,14 @@ class Extractor:
         self._side = side
         self._known: dict[tuple[object, ...], BoundPart] = {}
         states = layout.state_named()
-        sizes = [
-            (states[each.state].per_token, box_bytes(states[each.state], each.spans)) for each in layout.placements
-        ]
-        self._token_bytes = sum(size for per_token, size in sizes if per_token)
-        self._fixed_bytes = sum(size for per_token, size in sizes if not per_token)
+        # Of one token, and of all states of fixed size.
+        self._token_bytes = self._fixed_bytes = 0
+        for each in layout.placements:
+            num_bytes = states[each.state].num_bytes(each.spans)
+            if states[each.state].per_token:
+                self._token_bytes += num_bytes
+            else:
+                self._fixed_bytes += num_bytes
 
     def extracts(self, subject: Subject, tables: BlockTables, num_tokens: int) -> tuple[Extract, ...]:
         """Where everything that a subject names lies, for a request that has `num_tokens` tokens.

@@ -112,9 +112,7 @@ def templates_of(legs: Sequence[Leg], target: Layout) -> tuple[PartTemplate, ...
     states, placements = target.state_named(), target.placement_of()
     alike: dict[tuple[object, ...], list[Leg]] = {}
     for leg in legs:
-        state = states[leg.state]
-        limits = state.per_token, state.window_tokens, state.chunk_tokens
-        key = placements[leg.state].group, *limits, leg.box, leg.tokens
+        key = placements[leg.state].group, states[leg.state].token_limits, leg.box, leg.tokens
         alike.setdefault(key, []).append(leg)
     return tuple(
         PartTemplate(

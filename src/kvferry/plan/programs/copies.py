@@ -39,6 +39,11 @@ def may_turn(name: str) -> bool:
     return name == "auto"
 
 
+def moved(addresses: Column, num_bytes: int) -> Column:
+    """Addresses that are so many bytes further, modulo 2**64; less where that is negative."""
+    return addresses + np.uint64(num_bytes % (1 << 64))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
     """Rows to copy; each column has one uint64 per row, in bytes.
@@ -59,13 +64,22 @@ class Copies:
     def num_bytes(self) -> int:
         return int(self.length.sum())
 
+    def select(self, rows: slice | NDArray[np.int64]) -> Copies:
+        """Some of the rows, or all in another order."""
+        return Copies(self.source[rows], self.target[rows], self.length[rows], self.pieces)
+
     def shifted(self, source: int, target: int) -> Copies:
-        """The same rows elsewhere."""
-        return Copies(self.source + np.uint64(source), self.target + np.uint64(target), self.length, self.pieces)
+        """The same rows elsewhere, by so many bytes modulo 2**64."""
+        return Copies(moved(self.source, source), moved(self.target, target), self.length, self.pieces)
 
 
 NOTHING = Copies(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.uint64), pieces=0)
 """No rows."""
+
+
+def run_starts(follows: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Where runs begin: `follows[i]` says whether number i + 1 belongs to the run of number i."""
+    return np.concatenate(([0], np.flatnonzero(~follows) + 1))
 
 
 def firsts(copies: Copies, regions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -75,7 +89,7 @@ def firsts(copies: Copies, regions: NDArray[np.int64]) -> NDArray[np.int64]:
     """
     source, target, length = copies.source, copies.target, copies.length
     follows = (source[:-1] + length[:-1] == source[1:]) & (target[:-1] + length[:-1] == target[1:])
-    return np.concatenate(([0], np.flatnonzero(~(follows & (np.diff(regions) == 0))) + 1))
+    return run_starts(follows & (np.diff(regions) == 0))
 
 
 def merge(copies: Copies, regions: NDArray[np.int64]) -> Copies:

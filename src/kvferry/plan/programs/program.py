@@ -6,7 +6,7 @@ slot's share, which the request's block tables give later (`copies_for`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -17,23 +17,32 @@ from numpy.typing import NDArray
 
 from kvferry.errors import TooManyRowsError
 from kvferry.plan.description.layout import CacheGroup, Layout, Placement, State
-from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import TokenSet
 from kvferry.plan.programs.copies import Column, Copies, firsts
 from kvferry.plan.routing.route import Leg
-from kvferry.plan.routing.selection import Selection
+from kvferry.plan.routing.selection import Indices, Selection
 
 # For one block; a peer's strides decide how many there are. About 1 GB while they are sorted and merged.
 MAX_SECTION_ROWS = 1 << 23
 
 
-class Strides(NamedTuple):
-    """Bytes from block to block and from token to token of a block, on both sides."""
+class BlockStrides(NamedTuple):
+    """Bytes from block to block and from token to token of a block."""
 
-    source_block: int
-    source_token: int
-    target_block: int
-    target_token: int
+    block: int
+    token: int
+
+    def shifts(self, places: tuple[Indices, Indices]) -> Column:
+        """Bytes from block 0, slot 0 to each (block, slot)."""
+        block, slot = places
+        return (block * self.block + slot * self.token).astype(np.uint64)
+
+
+class Strides(NamedTuple):
+    """Of a section, on both sides."""
+
+    source: BlockStrides
+    target: BlockStrides
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,10 +85,24 @@ class GroupProgram:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RegionStarts:
+    """The addresses at which the registered regions of each side begin, ascending; empty when there is one region.
+
+    Rows of different regions are never joined, even where one region begins at another's end. Regions are disjoint and
+    hold each row whole, so a row's region follows from its address in whatever order the rows are sorted: no number
+    per row needs to travel with the copies, and each side can be looked at alone.
+    """
+
+    source: Column
+    target: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Everything that moves from one source rank to one target rank."""
+    """Everything that moves from one source rank to one target rank, and where their regions begin."""
 
     groups: tuple[GroupProgram, ...]
+    starts: RegionStarts
 
 
 class _Dimension(NamedTuple):
@@ -88,13 +111,21 @@ class _Dimension(NamedTuple):
     target_stride: int
 
 
+class _End(NamedTuple):
+    """Where the box of a leg lies in one rank; `address` is that of its first element in block 0, slot 0."""
+
+    placement: Placement
+    cache: CacheGroup
+    address: int
+
+
 class _Piece(NamedTuple):
-    """One leg with its state and its two placements."""
+    """One leg with its state and where it begins and ends."""
 
     leg: Leg
     state: State
-    source: Placement
-    target: Placement
+    source: _End
+    target: _End
 
 
 def bind(legs: Sequence[Leg], source: Layout, target: Layout) -> Program:
@@ -102,80 +133,73 @@ def bind(legs: Sequence[Leg], source: Layout, target: Layout) -> Program:
 
     Raises TooManyRowsError when the memory formats differ so much that one block falls apart into too many rows.
     """
-    states, sources, targets = source.state_named(), source.placement_of(), target.placement_of()
-    pieces = [_Piece(leg, states[leg.state], sources[leg.state], targets[leg.state]) for leg in legs]
-    by_group: dict[_GroupKey, list[_Piece]] = {}
-    for piece in pieces:
-        by_group.setdefault(_group_key(piece), []).append(piece)
+    # Pieces of one group move the same tokens of the same block tables.
+    by_group: dict[tuple[int, int, tuple[bool, int, int], TokenSet], list[_Piece]] = {}
+    for piece in _pieces(legs, source, target):
+        numbers = piece.source.placement.group, piece.target.placement.group
+        by_group.setdefault((*numbers, piece.state.token_limits, piece.leg.tokens), []).append(piece)
     groups: list[GroupProgram] = []
     num_rows = 0
     for key in sorted(by_group):
-        groups.append(_bind_group(key, by_group[key], source, target))
+        groups.append(_bind_group(by_group[key]))
         # Each is bounded on its own, but a peer decides how many groups there are.
         num_rows += sum(map(len, (*groups[-1].units, *groups[-1].singles, *groups[-1].fixed)))
         _check_rows(num_rows)
-    return Program(tuple(groups))
+    return Program(tuple(groups), region_starts(source, target))
 
 
-class _GroupKey(NamedTuple):
-    """Pieces with the same key move the same tokens of the same block tables."""
-
-    source_group: int
-    target_group: int
-    per_token: bool
-    window_tokens: int
-    chunk_tokens: int
-    tokens: tuple[int, tuple[Span, ...]]
+def region_starts(source: Layout, target: Layout) -> RegionStarts:
+    """Where the regions of two ranks begin."""
+    starts = (sorted(region.address for region in layout.regions) for layout in (source, target))
+    return RegionStarts(*(np.array(addresses, np.uint64) for addresses in starts))
 
 
-def _group_key(piece: _Piece) -> _GroupKey:
-    state, tokens = piece.state, piece.leg.tokens
-    limits = state.per_token, state.window_tokens, state.chunk_tokens
-    return _GroupKey(piece.source.group, piece.target.group, *limits, (tokens.period, tokens.spans))
+def _pieces(legs: Sequence[Leg], source: Layout, target: Layout) -> Iterator[_Piece]:
+    states, sources, targets = source.state_named(), source.placement_of(), target.placement_of()
+    for leg in legs:
+        ends = (_end(leg, layout, of[leg.state]) for layout, of in ((source, sources), (target, targets)))
+        yield _Piece(leg, states[leg.state], *ends)
 
 
-def _bind_group(key: _GroupKey, pieces: list[_Piece], source: Layout, target: Layout) -> GroupProgram:
-    source_group, target_group = source.groups[key.source_group], target.groups[key.target_group]
-    selection = Selection.of(TokenSet(*key.tokens))
-    unit_tokens = selection.unit(source_group, target_group)
-    per_token, fixed = (pieces, []) if key.per_token else ([], pieces)
+def _end(leg: Leg, layout: Layout, placement: Placement) -> _End:
+    return _End(placement, layout.groups[placement.group], layout.address_of(placement, leg.box))
+
+
+def _bind_group(pieces: list[_Piece]) -> GroupProgram:
+    leg, state, source, target = pieces[0]
+    tokens = Selection.of(leg.tokens)
+    unit_tokens = tokens.unit(source.cache, target.cache)
+    per_token, fixed = (pieces, []) if state.per_token else ([], pieces)
     return GroupProgram(
-        source_group=key.source_group,
-        target_group=key.target_group,
-        source=source_group,
-        target=target_group,
-        state=pieces[0].state,
-        tokens=selection,
+        source_group=source.placement.group,
+        target_group=target.placement.group,
+        source=source.cache,
+        target=target.cache,
+        state=state,
+        tokens=tokens,
         unit_tokens=unit_tokens,
-        units=_sections(per_token, source, target, unit_tokens),
-        singles=_sections(per_token, source, target, 1) if unit_tokens > 1 else (),
-        fixed=_sections(fixed, source, target, 1),
+        units=_sections(per_token, unit_tokens),
+        singles=_sections(per_token, 1) if unit_tokens > 1 else (),
+        fixed=_sections(fixed, 1),
     )
 
 
-def _sections(pieces: Iterable[_Piece], source: Layout, target: Layout, num_tokens: int) -> tuple[Section, ...]:
+def _sections(pieces: list[_Piece], num_tokens: int) -> tuple[Section, ...]:
     by_strides: dict[Strides, list[_Piece]] = {}
     for piece in pieces:
-        by_strides.setdefault(_strides(piece, source, target, num_tokens), []).append(piece)
+        strides = Strides(_strides(piece.source, num_tokens), _strides(piece.target, num_tokens))
+        by_strides.setdefault(strides, []).append(piece)
     sections: list[Section] = []
     for strides, found in by_strides.items():
-        sections += _merged(strides, *_rows(found, source, target, num_tokens))
+        sections += _merged(strides, *_rows(found, num_tokens))
         _check_rows(sum(map(len, sections)))
     return tuple(sections)
 
 
-def _strides(piece: _Piece, source: Layout, target: Layout, num_tokens: int) -> Strides:
+def _strides(end: _End, num_tokens: int) -> BlockStrides:
     """Rows of whole blocks all begin at slot 0, so the distance of their tokens does not tell them apart."""
-    whole = [
-        num_tokens == layout.groups[p.group].kernel_tokens
-        for layout, p in ((source, piece.source), (target, piece.target))
-    ]
-    return Strides(
-        piece.source.block_stride,
-        0 if whole[0] else piece.source.token_stride,
-        piece.target.block_stride,
-        0 if whole[1] else piece.target.token_stride,
-    )
+    is_whole = num_tokens == end.cache.kernel_tokens
+    return BlockStrides(end.placement.block_stride, 0 if is_whole else end.placement.token_stride)
 
 
 def _merged(strides: Strides, rows: Copies, regions: NDArray[np.int64]) -> Iterator[Section]:
@@ -189,52 +213,39 @@ def _merged(strides: Strides, rows: Copies, regions: NDArray[np.int64]) -> Itera
         yield Section(strides, int(length), rows.source[chosen], rows.target[chosen], pieces)
 
 
-def _rows(pieces: list[_Piece], source: Layout, target: Layout, num_tokens: int) -> tuple[Copies, NDArray[np.int64]]:
+def _rows(pieces: list[_Piece], num_tokens: int) -> tuple[Copies, NDArray[np.int64]]:
     """All rows of some pieces in block 0, slot 0, and a number for the regions of each: a row never crosses those."""
     by_shape: dict[tuple[tuple[_Dimension, ...], int], list[_Piece]] = {}
     for piece in pieces:
         by_shape.setdefault((_dimensions(piece, num_tokens), piece.state.item_bytes), []).append(piece)
     listed = [(_runs(*shape), found) for shape, found in by_shape.items()]
     _check_rows(sum(len(runs.source) * len(found) for runs, found in listed))
-    columns = [_expanded(runs, found, source, target) for runs, found in listed]
-    source_column, target_column, length, regions = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-    order = np.argsort(source_column, kind="stable")
-    return Copies(source_column[order], target_column[order], length[order], len(order)), regions[order]
+    columns = [_expanded(runs, found) for runs, found in listed]
+    source, target, length, regions = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    order = np.argsort(source, kind="stable")
+    return Copies(source, target, length, len(order)).select(order), regions[order]
 
 
-def _expanded(
-    runs: _Runs, pieces: list[_Piece], source: Layout, target: Layout
-) -> tuple[Column, Column, Column, NDArray[np.int64]]:
+def _expanded(runs: _Runs, pieces: list[_Piece]) -> tuple[Column, Column, Column, NDArray[np.int64]]:
     """Source, target and length of every run of every piece, and a number for the pair of regions that it is in."""
-    source_starts = [source.regions[p.source.region].address + _start(p.leg, p.source) for p in pieces]
-    target_starts = [target.regions[p.target.region].address + _start(p.leg, p.target) for p in pieces]
-    regions = [p.source.region * len(target.regions) + p.target.region for p in pieces]
+    sources = np.array([piece.source.address for piece in pieces], np.uint64)
+    targets = np.array([piece.target.address for piece in pieces], np.uint64)
+    regions = [(piece.source.placement.region << 32) + piece.target.placement.region for piece in pieces]
     num_runs = len(runs.source)
     return (
-        np.add.outer(np.array(source_starts, np.uint64), runs.source).ravel(),
-        np.add.outer(np.array(target_starts, np.uint64), runs.target).ravel(),
+        np.add.outer(sources, runs.source).ravel(),
+        np.add.outer(targets, runs.target).ravel(),
         np.full(len(pieces) * num_runs, runs.length, np.uint64),
         np.repeat(np.array(regions, np.int64), num_runs),
     )
 
 
-def _start(leg: Leg, placement: Placement) -> int:
-    """Distance from the region's start to the first element of the leg's box, in block 0 and slot 0."""
-    shifts = (
-        (wanted.start - held.start) * stride
-        for wanted, held, stride in zip(leg.box, placement.spans, placement.strides, strict=True)
-    )
-    return placement.offset + sum(shifts)
-
-
 def _dimensions(piece: _Piece, num_tokens: int) -> tuple[_Dimension, ...]:
-    spans: Sequence[Span] = piece.leg.box
-    axes = [
-        _Dimension(len(span), left, right)
-        for span, left, right in zip(spans, piece.source.strides, piece.target.strides, strict=True)
-    ]
+    source, target = piece.source.placement, piece.target.placement
+    extents, pairs = map(len, piece.leg.box), zip(source.strides, target.strides, strict=True)
+    axes = [_Dimension(extent, *strides) for extent, strides in zip(extents, pairs, strict=True)]
     if piece.state.per_token:
-        axes.append(_Dimension(num_tokens, piece.source.token_stride, piece.target.token_stride))
+        axes.append(_Dimension(num_tokens, source.token_stride, target.token_stride))
     return tuple(axes)
 
 

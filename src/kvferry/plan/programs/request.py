@@ -11,9 +11,10 @@ from kvferry.errors import BlockTableError, TooManyRowsError
 from kvferry.plan.description.span import MAX_STOP
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.blocks import Blocks, BlockTables, Owner, checked
-from kvferry.plan.programs.copies import Column, Copies
+from kvferry.plan.programs.copies import Copies, run_starts
 from kvferry.plan.programs.program import GroupProgram, Program, Section
-from kvferry.plan.programs.token_chunks import WHOLE, Stretch
+from kvferry.plan.programs.stretches import WHOLE, Stretch
+from kvferry.plan.programs.tiles import Tile, rows_of
 from kvferry.plan.routing.selection import Indices
 
 Ranges = Sequence[TokenRange]
@@ -34,17 +35,6 @@ class Places:
     stretch: Indices
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Tile:
-    """The rows of a section, each at the start of every run of places: one outer sum per column."""
-
-    section: Section
-    source_shift: Column
-    target_shift: Column
-    length: Column
-    pieces: int
-
-
 def copies_for(
     program: Program, source: BlockTables, target: BlockTables, ranges: Ranges, stretch: Stretch = WHOLE
 ) -> Copies:
@@ -56,13 +46,10 @@ def copies_for(
     Raises BlockTableError when a range runs backwards or block ids are no integers, out of range, repeated or too few,
     on either side, and TooManyRowsError when there would be more than MAX_ROWS rows.
     """
-    return _listed(
-        [
-            _tile(section, places.source, places.target)
-            for places in places_for(program, (source, target), ranges, (stretch,))
-            for section in places.sections
-        ]
-    )
+    places = places_for(program, (source, target), ranges, (stretch,))
+    rows = rows_of([_tile(section, each) for each in places for section in each.sections])
+    pieces = sum(section.pieces * len(each.stretch) for each in places for section in each.sections)
+    return Copies(rows.source, rows.target, rows.length, pieces)
 
 
 def places_for(
@@ -126,12 +113,6 @@ def _all_checked(
     if wrong:
         raise BlockTableError("; ".join(dict.fromkeys(str(error) for error in wrong)))
     return list(zip(found[::2], found[1::2], strict=True))
-
-
-def num_rows(program: Program, ranges: Ranges, stretch: Stretch = WHOLE) -> int:
-    """How many rows a request takes before neighbours are merged; tells without listing them."""
-    numbers = _all_numbers(program, ranges, stretch)
-    return sum(len(section) * times for section, times in _counted(program, numbers, stretch.is_last))
 
 
 def volume(program: Program, ranges: Ranges, stretch: Stretch = WHOLE) -> tuple[int, int]:
@@ -245,44 +226,14 @@ def _ends(group: GroupProgram, numbers: list[range], has_fixed: bool) -> Indices
     return group.tokens.token(np.array(ends, np.int64))
 
 
-def _tile(section: Section, source: tuple[Indices, Indices], target: tuple[Indices, Indices]) -> _Tile:
+def _tile(section: Section, places: Places) -> Tile:
     """A section at all its places. Places that follow one another on both sides, as adjacent blocks do, are one run:
     that does not depend on the row, so it is found once and not for every layer and head."""
-    strides = section.strides
-    source_shift = (source[0] * strides.source_block + source[1] * strides.source_token).astype(np.uint64)
-    target_shift = (target[0] * strides.target_block + target[1] * strides.target_token).astype(np.uint64)
+    source, target = section.strides.source.shifts(places.source), section.strides.target.shifts(places.target)
     length = np.uint64(section.length)
-    follows = (source_shift[1:] - source_shift[:-1] == length) & (target_shift[1:] - target_shift[:-1] == length)
+    follows = (source[1:] - source[:-1] == length) & (target[1:] - target[:-1] == length)
     if not follows.any():
-        lengths = np.full(len(source_shift), length)
-        return _Tile(section, source_shift, target_shift, lengths, section.pieces * len(source_shift))
-    first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
-    run_lengths = np.diff(first, append=len(source_shift)).astype(np.uint64) * length
-    pieces = section.pieces * len(source_shift)
-    return _Tile(section, source_shift[first], target_shift[first], run_lengths, pieces)
-
-
-def _listed(tiles: list[_Tile]) -> Copies:
-    """All rows of all tiles, written once into their final columns."""
-    total = sum(len(tile.section) * len(tile.length) for tile in tiles)
-    # One allocation: fresh pages from the system are most of the time here.
-    source, target = np.empty((2, total), np.uint64)
-    length = _lengths(tiles, total)
-    start = 0
-    for tile in tiles:
-        shape = len(tile.section), len(tile.length)
-        stop = start + shape[0] * shape[1]
-        np.add.outer(tile.section.source, tile.source_shift, out=source[start:stop].reshape(shape))
-        np.add.outer(tile.section.target, tile.target_shift, out=target[start:stop].reshape(shape))
-        if length.flags.writeable:
-            length[start:stop].reshape(shape)[:] = tile.length
-        start = stop
-    return Copies(source, target, length, pieces=sum(tile.pieces for tile in tiles))
-
-
-def _lengths(tiles: list[_Tile], total: int) -> Column:
-    """The length column: one number seen `total` times where all rows are alike, else memory to be filled."""
-    found = {int(length) for tile in tiles for length in (tile.length.min(), tile.length.max())}
-    if len(found) == 1:
-        return np.broadcast_to(np.uint64(found.pop()), total)
-    return np.empty(total, np.uint64)
+        return Tile(section.source, section.target, source, target, np.full(len(source), length))
+    first = run_starts(follows)
+    lengths = np.diff(first, append=len(source)).astype(np.uint64) * length
+    return Tile(section.source, section.target, source[first], target[first], lengths)

@@ -85,16 +85,6 @@ class Route:
         return tuple(target for source, target in self._partners if source == source_rank)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """A part of a target box that no source box cuts further, and tokens that the same sources have."""
-
-    target_rank: int
-    state: State
-    box: Box
-    tokens: TokenSet
-
-
 class _Held(NamedTuple):
     """What one source rank holds of a state."""
 
@@ -104,11 +94,19 @@ class _Held(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A part of a target box and its tokens, and the source ranks that hold all of it."""
+    """A part of a target box that no source box cuts further, its tokens, and the source ranks that hold all of it."""
 
     box: Box
     tokens: TokenSet
     ranks: tuple[int, ...]
+
+
+class _Cell(NamedTuple):
+    """A part that a target rank needs of a state."""
+
+    target_rank: int
+    state: State
+    part: _Part
 
 
 def route(sources: Sequence[Layout], targets: Sequence[Layout]) -> Route:
@@ -121,10 +119,10 @@ def route(sources: Sequence[Layout], targets: Sequence[Layout]) -> Route:
         raise IncompatibleError(found)
     held = _held_by_state(sources)
     replica_sets: dict[tuple[int, ...], list[_Cell]] = {}
-    for cell, ranks in _target_cells(held, targets):
-        if not ranks:
+    for cell in _target_cells(held, targets):
+        if not cell.part.ranks:
             raise _nobody_holds(cell, held[cell.state.name])
-        replica_sets.setdefault(ranks, []).append(cell)
+        replica_sets.setdefault(cell.part.ranks, []).append(cell)
     legs = [leg for ranks, cells in replica_sets.items() for leg in _deal(ranks, cells)]
     order = {state.name: index for index, state in enumerate(_all_states(targets).values())}
     legs.sort(key=lambda leg: (leg.target_rank, order[leg.state], leg.box, leg.tokens.spans))
@@ -138,35 +136,36 @@ def differences(sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[s
     found += [f"state {name}: only the target has it" for name in right if name not in left]
     for name in left.keys() & right.keys():
         found += _state_differences(left[name], right[name])
-    found += _contradictions("source", left, sources) + _contradictions("target", right, targets)
+    for side, agreed, layouts in (("source", left, sources), ("target", right, targets)):
+        found += [
+            f"state {state.name}: rank {rank} of the {side} describes it differently from another rank"
+            for rank, layout in enumerate(layouts)
+            for state in _placed(layout)
+            if state != agreed[state.name]
+        ]
     return tuple(sorted(found))
 
 
-def _contradictions(side: str, agreed: dict[str, State], layouts: Sequence[Layout]) -> list[str]:
-    """Ranks of one engine that do not describe the same state."""
-    return [
-        f"state {state.name}: rank {rank} of the {side} describes it differently from another rank"
-        for rank, layout in enumerate(layouts)
-        for state in _placed(layout)
-        if state != agreed[state.name]
-    ]
-
-
 def _state_differences(left: State, right: State) -> list[str]:
-    pairs = {
-        "dtype": (left.dtype, right.dtype),
-        "element size": (left.item_bytes, right.item_bytes),
-        "axes": ([a.name for a in left.axes], [a.name for a in right.axes]),
-        "extents": ([a.extent for a in left.axes], [a.extent for a in right.axes]),
-        "token axis": (left.per_token, right.per_token),
-        "window": (left.window_tokens, right.window_tokens),
-        "chunks": (left.chunk_tokens, right.chunk_tokens),
-    }
+    ours, theirs = _properties(left), _properties(right)
     return [
-        f"state {left.name}: {what} {ours} at the source, {theirs} at the target"
-        for what, (ours, theirs) in pairs.items()
-        if ours != theirs
+        f"state {left.name}: {what} {ours[what]} at the source, {theirs[what]} at the target"
+        for what in ours
+        if ours[what] != theirs[what]
     ]
+
+
+def _properties(state: State) -> dict[str, object]:
+    """What two engines must agree on, by its name for people."""
+    return {
+        "dtype": state.dtype,
+        "element size": state.item_bytes,
+        "axes": [axis.name for axis in state.axes],
+        "extents": [axis.extent for axis in state.axes],
+        "token axis": state.per_token,
+        "window": state.window_tokens,
+        "chunks": state.chunk_tokens,
+    }
 
 
 def _all_states(layouts: Sequence[Layout]) -> dict[str, State]:
@@ -192,8 +191,8 @@ def _held_by_state(layouts: Sequence[Layout]) -> dict[str, list[_Held]]:
     return held
 
 
-def _target_cells(held: dict[str, list[_Held]], targets: Sequence[Layout]) -> Iterator[tuple[_Cell, tuple[int, ...]]]:
-    """Every cell of every target with the source ranks that hold all of it."""
+def _target_cells(held: dict[str, list[_Held]], targets: Sequence[Layout]) -> Iterator[_Cell]:
+    """Every cell of every target rank."""
     # Layers are alike: what is found for the first is true for all that are held in the same way.
     alike: dict[tuple[_Held, ...], int] = {}
     kind = {name: alike.setdefault(tuple(found), len(alike)) for name, found in held.items()}
@@ -208,8 +207,7 @@ def _target_cells(held: dict[str, list[_Held]], targets: Sequence[Layout]) -> It
             if key not in known:
                 known[key] = list(_parts(placement.spans, tokens, held[state.name], budget))
             budget.spend(len(known[key]) * STEPS_PER_LEG)
-            for part in known[key]:
-                yield _Cell(target_rank, state, part.box, part.tokens), part.ranks
+            yield from (_Cell(target_rank, state, part) for part in known[key])
 
 
 class _Budget:
@@ -233,7 +231,7 @@ def _parts(wanted: Box, tokens: TokenSet, held: list[_Held], budget: _Budget) ->
     per_axis = _cut(wanted, [one.box for one in held])
     budget.spend(prod(map(len, per_axis)) * len(held) * STEPS_PER_BOX)
     for box in product(*per_axis):
-        holders = [one for one in held if _contains(one.box, box)]
+        holders = [one for one in held if contains(one.box, box)]
         shares = tuple(holder.tokens for holder in holders)
         found = classes(tokens, shares)
         if any(share != ALL_TOKENS for share in (tokens, *shares)):
@@ -253,25 +251,26 @@ def _cut(wanted: Box, held: list[Box]) -> list[list[Span]]:
     return per_axis
 
 
-def _contains(outer: Box, inner: Box) -> bool:
+def contains(outer: Box, inner: Box) -> bool:
+    """Whether one box lies in another one with as many axes."""
     return all(o.start <= i.start and i.stop <= o.stop for o, i in zip(outer, inner, strict=True))
 
 
 def _deal(ranks: tuple[int, ...], cells: list[_Cell]) -> Iterator[Leg]:
     for index, cell in enumerate(cells):
         source_rank = ranks[index * len(ranks) // len(cells)]
-        yield Leg(source_rank, cell.target_rank, cell.state.name, cell.box, cell.tokens)
+        yield Leg(source_rank, cell.target_rank, cell.state.name, cell.part.box, cell.part.tokens)
 
 
 def _nobody_holds(cell: _Cell, held: list[_Held]) -> UncoveredError:
-    axes, box = cell.state.axes, cell.box
+    axes, (box, wanted, _) = cell.state.axes, cell.part
     gaps = [
         f"{axis.name} {gap}"
         for index, axis in enumerate(axes)
         for gap in uncovered(box[index], [part for one in held for part in overlap(box[index], one.box[index])])
     ]
     whole = [f"{axis.name} {span}" for axis, span in zip(axes, box, strict=True)]
-    tokens = [] if cell.tokens == ALL_TOKENS else [f"token: {cell.tokens}"]
+    tokens = [] if wanted == ALL_TOKENS else [f"token: {wanted}"]
     return UncoveredError(
         f"no source rank holds a part of state {cell.state.name}",
         found=", ".join((gaps or whole) + tokens) or "all of it",

@@ -1,36 +1,51 @@
 """The packed slots of several stretches at once: what `staged` finds stretch by stretch, by sorting every row.
 
-Only strips are sorted here, and rows are never listed. What takes time for a slot then is less its strips than the
-number of calls; so these are made for some stretches together.
+The rows of a section are put together to strips where they lie side by side in the target's blocks, whatever block it
+is. What is packed lies in the order of the target's addresses, and within a strip that order is known once for all
+blocks: only the strips of a request are sorted, and rows are never listed. What takes time for a slot then is less its
+strips than the number of calls; so these are made for some stretches together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.plan.programs.copies import Column
-from kvferry.plan.programs.program import Section
+from kvferry.plan.programs.copies import Column, run_starts
+from kvferry.plan.programs.program import RegionStarts, Section
 from kvferry.plan.programs.request import Places
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.plan.routing.selection import Indices
-from kvferry.plan.slots.contiguous_runs import Strips, strips_of
-from kvferry.plan.strategy.strategies import RegionStarts, Side
+from kvferry.plan.strategy.strategies import Side
 
-
-class Packed(NamedTuple):
-    """One stretch. Addresses in staging memory count from its beginning; one side may be left out."""
-
-    gather: tuple[Tile, ...]
-    scatter: tuple[Tile, ...]
+# Of sections that are larger no strips are kept: a peer decides how large they are.
+KEPT_ROWS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Placed:
+class Strips:
+    """Of one section, as one side sees it.
+
+    Strip i begins at the target's address `start[i]` in block 0, slot 0, and ends `reach[i]` bytes behind it;
+    `num_bytes` of them are rows. At this side its first run begins at `address[i]` in block 0, slot 0; run j begins
+    `run_address[j]` behind that, is `run_skip[j]` bytes of rows into the strip, and has `run_length[j]` bytes.
+    """
+
+    start: Column
+    reach: Column
+    num_bytes: int
+    address: Column
+    run_address: Column
+    run_skip: Column
+    run_length: Column
+
+
+class _Placed(NamedTuple):
     """Strips at all their places, one column each: the stretch, where it begins and ends in the target's memory, its
     bytes, where its first run begins at this side, and which section with its places it is of."""
 
@@ -41,47 +56,27 @@ class _Placed:
     address: Column
     number: Indices
 
-    def in_order(self) -> _Placed:
-        """As their bytes lie in slots."""
-        order = np.lexsort((self.start, self.stretch))
-        return _Placed(
-            stretch=self.stretch[order],
-            start=self.start[order],
-            stop=self.stop[order],
-            num_bytes=self.num_bytes[order],
-            address=self.address[order],
-            number=self.number[order],
-        )
-
     @property
     def interleave(self) -> bool:
         """Whether one begins before the one before it ends: rows of both may lie among one another."""
         return bool(((self.stop[:-1] > self.start[1:]) & (self.stretch[:-1] == self.stretch[1:])).any())
 
 
-def packed(places: Sequence[Places], num_stretches: int, starts: RegionStarts, side: Side) -> tuple[Packed, ...]:
-    """What is gathered and scattered for each stretch.
+def packed(
+    places: Sequence[Places], num_stretches: int, starts: RegionStarts, side: Side
+) -> tuple[tuple[Tile, ...], ...]:
+    """What one side gathers or scatters for each stretch. Addresses in staging memory count from its beginning.
 
     None at all where rows of several places may lie among one another, as those of single tokens do where heads lie
     outside of tokens, or where strips are not alike: rows have to be sorted one by one then.
     """
     found = [(section, each) for each in places for section in each.sections]
-    nothing: tuple[tuple[Tile, ...], ...] = ((),) * num_stretches
     if not found:
-        return tuple(map(Packed, nothing, nothing))
-    gathers = nothing if side is Side.TARGET else _laid(found, num_stretches, starts, Side.SOURCE)
-    scatters = nothing if side is Side.SOURCE else _laid(found, num_stretches, starts, Side.TARGET)
-    return tuple(map(Packed, gathers, scatters)) if gathers and scatters else ()
-
-
-def _laid(
-    found: Sequence[tuple[Section, Places]], num_stretches: int, starts: RegionStarts, side: Side
-) -> tuple[tuple[Tile, ...], ...]:
-    """One side of each stretch; empty where rows have to be sorted."""
+        return ((),) * num_stretches
     strips = [each for section, _ in found if (each := strips_of(section, starts, side)) is not None]
     if len(strips) < len(found):
         return ()
-    placed = _placed(found, strips, side).in_order()
+    placed = _placed(found, strips, side)
     if placed.interleave:
         return ()
     offset = np.cumsum(placed.num_bytes) - placed.num_bytes
@@ -108,16 +103,14 @@ def _tiles(strips: Sequence[Strips], number: Indices, starts: tuple[Column, Colu
 
 
 def _placed(found: Sequence[tuple[Section, Places]], strips: Sequence[Strips], side: Side) -> _Placed:
-    """All strips of all sections, in no order."""
+    """All strips of all sections, as their bytes lie in slots."""
     parts = []
     for number, ((section, places), each) in enumerate(zip(found, strips, strict=True)):
-        strides, (block, slot) = section.strides, places.target
-        moved = own = (block * strides.target_block + slot * strides.target_token).astype(np.uint64)
+        shifts = own = section.strides.target.shifts(places.target)
         if side is Side.SOURCE:
-            block, slot = places.source
-            own = (block * strides.source_block + slot * strides.source_token).astype(np.uint64)
-        num_places, num_strips = len(moved), len(each.start)
-        start = np.add.outer(each.start, moved).ravel()
+            own = section.strides.source.shifts(places.source)
+        num_places, num_strips = len(shifts), len(each.start)
+        start = np.add.outer(each.start, shifts).ravel()
         parts.append(
             (
                 np.tile(places.stretch, num_strips),
@@ -128,4 +121,45 @@ def _placed(found: Sequence[tuple[Section, Places]], strips: Sequence[Strips], s
                 np.full(len(start), number),
             )
         )
-    return _Placed(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    stretch, start, *others = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    order = np.lexsort((start, stretch))
+    return _Placed(*(column[order] for column in (stretch, start, *others)))
+
+
+def strips_of(section: Section, starts: RegionStarts, side: Side) -> Strips | None:
+    """None where the runs of two strips differ, as in no format that engines have. Runs never cross the border of a
+    region; `starts` are those of the layouts that the section was bound to."""
+    find = _known if len(section) <= KEPT_ROWS else _strips_of
+    return find(section, starts, side)
+
+
+def _strips_of(section: Section, starts: RegionStarts, side: Side) -> Strips | None:
+    order = np.argsort(section.target, kind="stable")
+    target, length = section.target[order], np.uint64(section.length)
+    address, borders = (target, starts.target) if side is Side.TARGET else (section.source[order], starts.source)
+    # What is as far away as the next block may have rows of that one in between.
+    first = run_starts(np.diff(target) < np.uint64(max(section.strides.target.block, section.length)))
+    follows = (address[:-1] + length == address[1:]) & ~np.isin(address[1:], borders)
+    follows[first[1:] - 1] = False
+    run = run_starts(follows)
+    if len(run) % len(first):
+        return None
+    shape = len(first), len(run) // len(first)
+    begins, rows = address[run].reshape(shape), np.diff(run, append=len(target)).reshape(shape)
+    runs = begins - begins[:, :1], run.reshape(shape) - first[:, np.newaxis], rows
+    if any((column != column[0]).any() for column in runs):
+        return None
+    run_address, skip, num_rows = (column[0].astype(np.uint64) for column in runs)
+    last = first + int(num_rows.sum()) - 1
+    return Strips(
+        start=target[first],
+        reach=target[last] + length - target[first],
+        num_bytes=int(num_rows.sum()) * section.length,
+        address=address[first],
+        run_address=run_address,
+        run_skip=skip * length,
+        run_length=num_rows * length,
+    )
+
+
+_known = lru_cache(maxsize=64)(_strips_of)

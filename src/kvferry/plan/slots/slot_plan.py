@@ -17,11 +17,11 @@ from kvferry.plan.description.span import MAX_STOP
 from kvferry.plan.programs.blocks import BlockTables
 from kvferry.plan.programs.copies import Column, Copies
 from kvferry.plan.programs.program import Program
-from kvferry.plan.programs.request import Ranges, bytes_at, copies_for, num_rows, places_for, volume
-from kvferry.plan.programs.row_patterns import Tile, plain
-from kvferry.plan.programs.token_chunks import Stretch, even_stretches, stretch_tokens, unit_tokens
-from kvferry.plan.slots.packed_slots import Packed, packed
-from kvferry.plan.strategy.strategies import RegionStarts, Side, Stages, Staging, Strategy, staged
+from kvferry.plan.programs.request import Ranges, bytes_at, copies_for, places_for, volume
+from kvferry.plan.programs.stretches import Stretch, even_stretches, stretch_tokens, unit_tokens
+from kvferry.plan.programs.tiles import Tile, plain
+from kvferry.plan.slots.packed_slots import packed
+from kvferry.plan.strategy.strategies import Side, Stages, Strategy, staged
 
 MAX_SLOTS = 1 << 10
 """Of one stretch. A single block, or state, that needs more slots than this is not worth staging; a peer says how large
@@ -61,7 +61,6 @@ class StagedRequest:
     ranges: Ranges
     strategy: Strategy
     slot_bytes: int
-    starts: RegionStarts
 
 
 class SlotPlan:
@@ -71,7 +70,7 @@ class SlotPlan:
     Of a packed slot only the copies of one `side` are planned, if only they are needed.
     """
 
-    def __init__(self, request: StagedRequest, side: Side = Side.BOTH, num_ready: int = MAX_STOP) -> None:
+    def __init__(self, request: StagedRequest, side: Side, num_ready: int = MAX_STOP) -> None:
         self._request = request
         self._side = side
         self._num_ready = num_ready
@@ -112,7 +111,7 @@ class SlotPlan:
         if self.num_bytes > len(self.stretches) * self._request.slot_bytes:
             return 1
         request, few = self._request, (self.stretches[0], self.stretches[len(self.stretches) // 2], self.stretches[-1])
-        most = max(num_rows(request.program, request.ranges, stretch) for stretch in few)
+        most = max(volume(request.program, request.ranges, stretch)[0] for stretch in few)
         return TOGETHER if most <= MAX_ROWS_TOGETHER // TOGETHER else 1
 
     def _together(self, number: int) -> range:
@@ -132,23 +131,24 @@ class SlotPlan:
             places = places_for(request.program, tables, request.ranges, stretches)
             num_bytes = bytes_at(places, len(stretches))
             self._check_slots(max(num_bytes))
-            if found := packed(places, len(stretches), request.starts, self._side):
+            if found := packed(places, len(stretches), request.program.starts, self._side):
                 return tuple(map(self._packed, stretches, found, num_bytes))
         return tuple(self._slots(self._sorted(stretch)) for stretch in stretches)
 
-    def _packed(self, stretch: Stretch, found: Packed, num_bytes: int) -> tuple[Slot, ...]:
+    def _packed(self, stretch: Stretch, tiles: tuple[Tile, ...], num_bytes: int) -> tuple[Slot, ...]:
         """The one slot of a stretch of which something moves; several where it does not fit."""
         if num_bytes > self._request.slot_bytes:
             return self._slots(self._sorted(stretch))
         wire = Copies(_FROM_THE_START, _FROM_THE_START, np.array([num_bytes], np.uint64), 1)
-        return (Slot(num_bytes, found.gather, wire, found.scatter),) if num_bytes else ()
+        gather, scatter = (tiles, ()) if self._side is Side.SOURCE else ((), tiles)
+        return (Slot(num_bytes, gather, wire, scatter),) if num_bytes else ()
 
     def _sorted(self, stretch: Stretch) -> Stages:
         """The stages of a stretch of which every row is looked at."""
         request = self._request
         copies = copies_for(request.program, request.source_tables, request.target_tables, request.ranges, stretch)
         self._check_slots(copies.num_bytes)
-        return staged(copies, request.strategy, Staging(0, 0, request.slot_bytes), request.starts, self._side)
+        return staged(copies, request.strategy, request.slot_bytes, request.program.starts, self._side)
 
     def _check_slots(self, num_bytes: int) -> None:
         if num_bytes > MAX_SLOTS * self._request.slot_bytes:
@@ -165,11 +165,6 @@ class SlotPlan:
         )
 
 
-def region_starts(source: Layout, target: Layout) -> RegionStarts:
-    """Where the regions of two ranks begin."""
-    return RegionStarts(_starts(source), _starts(target))
-
-
 def any_tables(source: Layout, num_tokens: int) -> BlockTables:
     """Block tables of a source that a target may plan `pack` with, before it knows the real ones or they are complete:
     where bytes lie in a packed slot depends on where they go to, not on where they come from."""
@@ -179,28 +174,19 @@ def any_tables(source: Layout, num_tokens: int) -> BlockTables:
     )
 
 
-def _starts(layout: Layout) -> Column:
-    return np.array(sorted(region.address for region in layout.regions), np.uint64)
-
-
 def _slot(stages: Stages, strategy: Strategy, first: int, num_bytes: int) -> Slot:
     """Within each stage the staging addresses ascend, and no row crosses a slot."""
-    shift = np.uint64(first)
-    gather = _between(stages.gather, stages.gather.target, first, num_bytes)
-    wire = _between(stages.wire, stages.wire.target, first, num_bytes)
-    scatter = _between(stages.scatter, stages.scatter.source, first, num_bytes)
+
+    def inside(rows: Copies, staging: Column) -> Copies:
+        start, stop = np.searchsorted(staging, np.array([first, first + num_bytes], np.uint64)).tolist()
+        return rows.select(slice(start, stop))
+
+    gather, wire, scatter = stages.gather, stages.wire, stages.scatter
     # Packed bytes come out of a slot, runs of the source out of its blocks.
-    source_shift = shift if strategy.source_gathers else np.uint64(0)
+    wire_shift = -first if strategy.source_gathers else 0
     return Slot(
         num_bytes,
-        gather=plain(Copies(gather.source, gather.target - shift, gather.length, gather.pieces)),
-        wire=Copies(wire.source - source_shift, wire.target - shift, wire.length, wire.pieces),
-        scatter=plain(Copies(scatter.source - shift, scatter.target, scatter.length, scatter.pieces)),
+        gather=plain(inside(gather, gather.target).shifted(0, -first)),
+        wire=inside(wire, wire.target).shifted(wire_shift, -first),
+        scatter=plain(inside(scatter, scatter.source).shifted(-first, 0)),
     )
-
-
-def _between(rows: Copies, staging: Column, first: int, num_bytes: int) -> Copies:
-    """The rows that lie in one slot."""
-    start, stop = np.searchsorted(staging, np.array([first, first + num_bytes], np.uint64))
-    part = slice(int(start), int(stop))
-    return Copies(rows.source[part], rows.target[part], rows.length[part], int(stop - start))

@@ -32,14 +32,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from kvferry.plan.programs.copies import Column, Copies
 from kvferry.plan.strategy.calibration import NUM_STAGES, Costs
 from kvferry.plan.strategy.strategies import Strategy, source_runs
-
-ONE_REGION: Column = np.zeros(0, np.uint64)
-"""Region starts of a source whose rows may all be joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +74,13 @@ class Choice:
     reason: str
 
 
-def counts_of(copies: Copies, source_starts: Column = ONE_REGION) -> Counts:
+def counts_of(copies: Copies, source_starts: Column) -> Counts:
     """The numbers of some rows. `source_starts`: where the source's regions begin, as in RegionStarts."""
     return Counts(copies.num_bytes, len(copies), source_runs(copies, source_starts))
 
 
-def choose(copies: Copies, costs: Costs, source_starts: Column = ONE_REGION) -> Choice:
-    """The cheapest way to move these rows. Without `source_starts` runs may be counted over the borders of regions."""
-    return choose_by_counts(counts_of(copies, source_starts), costs)
-
-
-def choose_by_counts(counts: Counts, costs: Costs) -> Choice:
-    """The cheapest way to move rows of which only the numbers are known. Ties go to the simpler strategy."""
+def choose(counts: Counts, costs: Costs) -> Choice:
+    """The cheapest way to move rows with these numbers. Ties go to the simpler strategy."""
     found = prices(counts, costs)
     return Choice(found[0].strategy, found[0].seconds, found, _reason(counts, costs, found))
 
@@ -136,9 +126,8 @@ def _direct(num_rows: int, wire_s: float, costs: Costs) -> Price:
 def _wire_rows(strategy: Strategy, counts: Counts, costs: Costs) -> int:
     if not strategy.is_staged:
         return counts.num_rows
-    if strategy is Strategy.SCATTER:
-        return counts.num_source_runs + _num_slots(counts, costs) - 1
-    return _num_slots(counts, costs)
+    num_slots = _num_slots(counts, costs)
+    return num_slots if strategy.source_gathers else counts.num_source_runs + num_slots - 1
 
 
 def _num_slots(counts: Counts, costs: Costs) -> int:

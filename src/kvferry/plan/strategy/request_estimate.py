@@ -6,15 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.programs.blocks import BlockTables
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import Ranges, copies_for
 from kvferry.plan.routing.route import Leg, Route, route
 from kvferry.plan.strategy.calibration import Costs
-from kvferry.plan.strategy.cost_model import Choice, choose
+from kvferry.plan.strategy.cost_model import Choice, choose, counts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +65,9 @@ def quote(
     found = route(sources, targets)
     pairs = []
     for source_rank, target_rank in found.pairs():
-        legs = found.between(source_rank, target_rank)
-        copies = copies_for(bind(legs, sources[source_rank], targets[target_rank]), *tables, ranges)
-        starts = np.array(sorted(region.address for region in sources[source_rank].regions), np.uint64)
-        choice = choose(copies, costs, starts)
+        legs, ranks = found.between(source_rank, target_rank), (sources[source_rank], targets[target_rank])
+        program = bind(legs, *ranks)
+        copies = copies_for(program, *tables, ranges)
+        choice = choose(counts_of(copies, program.starts.source), costs)
         pairs.append(PairQuote(source_rank, target_rank, legs, copies.num_bytes, copies.pieces, len(copies), choice))
     return Quote(found, tuple(pairs))

@@ -3,10 +3,9 @@
 All three leave the same bytes in the target (invariant I7). What differs is how many rows the wire has to carry: as
 many as there are, as many as there are runs at the source, or one per slot of staging memory.
 
-Staged bytes lie back to back, in slots: slot k begins `k * slot_bytes` behind the staging memory's address, on both
-sides. No row of any stage crosses a slot, and within each stage the staging addresses ascend. So the rows of one slot
-are found with two binary searches, a slot can be on the wire while others are gathered and scattered, and a ring of
-fewer slots than the transfer needs is a constant added to the addresses of a slot.
+Staged bytes lie back to back, in slots of `slot_bytes`; an address in staging memory is an offset from the first slot,
+on both sides. No row of any stage crosses a slot, and within each stage the staging addresses ascend. So the rows of
+one slot are found with two binary searches, and a slot can be on the wire while others are gathered and scattered.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvferry.errors import ConfigurationError
-from kvferry.plan.programs.copies import Column, Copies
-
-_ADDRESS_LIMIT = 1 << 63
+from kvferry.plan.programs.copies import NOTHING, Column, Copies
+from kvferry.plan.programs.program import RegionStarts
 
 
 class Strategy(StrEnum):
@@ -47,54 +44,13 @@ class Side(StrEnum):
 
     SOURCE = "source"
     TARGET = "target"
-    BOTH = "both"
-
-
-@dataclass(frozen=True, slots=True)
-class Staging:
-    """Staging memory of both ranks, each in its own address space, cut into slots of `slot_bytes`.
-
-    Raises ConfigurationError when a slot is empty or an address cannot exist.
-    """
-
-    source_address: int
-    target_address: int
-    slot_bytes: int
-
-    def __post_init__(self) -> None:
-        if self.slot_bytes < 1:
-            raise ConfigurationError(
-                "a staging slot must not be empty",
-                found=f"{self.slot_bytes} bytes",
-                expected="at least 1 byte",
-                hint="slots of a few MiB suit most links",
-            )
-        if not all(0 <= address < _ADDRESS_LIMIT for address in (self.source_address, self.target_address)):
-            raise ConfigurationError(
-                "invalid address of staging memory",
-                found=f"source {self.source_address:#x}, target {self.target_address:#x}",
-                expected="0 <= address < 2**63",
-            )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RegionStarts:
-    """The addresses at which the registered regions of each side begin, ascending; empty when there is one region.
-
-    Rows of different regions are never joined, even where one region begins at another's end. Regions are disjoint and
-    hold each row whole, so a row's region follows from its address in whatever order the rows are sorted: no number
-    per row needs to travel with the copies, and each side can be looked at alone.
-    """
-
-    source: Column
-    target: Column
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stages:
     """What happens in turn: `gather` within the source, `wire` between the ranks, `scatter` within the target.
 
-    A stage without rows does not take place, or it is the other rank's and only one side is planned.
+    A stage without rows does not take place, or it is the other side's.
     """
 
     gather: Copies
@@ -102,36 +58,29 @@ class Stages:
     scatter: Copies
 
 
-def staged(
-    copies: Copies, strategy: Strategy, staging: Staging, starts: RegionStarts, side: Side = Side.BOTH
-) -> Stages:
-    """The stages of one strategy for these rows; those of `pack` that only the other side needs are left out."""
-    if strategy is Strategy.DIRECT:
-        return direct(copies)
-    if strategy is Strategy.SCATTER:
-        return scatter(copies, staging, starts)
-    return pack(copies, staging, starts, side)
+def staged(copies: Copies, strategy: Strategy, slot_bytes: int, starts: RegionStarts, side: Side) -> Stages:
+    """The stages of one strategy for these rows, as far as one side needs them."""
+    if strategy.source_gathers:
+        return pack(copies, slot_bytes, starts, side)
+    if strategy.is_staged:
+        return scatter(copies, slot_bytes, starts)
+    return Stages(gather=NOTHING, wire=copies, scatter=NOTHING)
 
 
-def direct(copies: Copies) -> Stages:
-    """The wire carries every row to its place."""
-    return Stages(gather=_nothing(), wire=copies, scatter=_nothing())
-
-
-def scatter(copies: Copies, staging: Staging, starts: RegionStarts) -> Stages:
+def scatter(copies: Copies, slot_bytes: int, starts: RegionStarts) -> Stages:
     """The wire reads what is contiguous at the source alone into staging, and the target puts each row in its place.
 
     Every byte is read once, and none that is not wanted: a gap between two rows ends a wire row.
     """
     rows = _sorted_by(copies, copies.source)
     return Stages(
-        gather=_nothing(),
-        wire=_to_staging(_laid(rows.source, rows, starts.source, staging.slot_bytes), staging.target_address),
-        scatter=_from_staging(_laid(rows.target, rows, starts.target, staging.slot_bytes), staging.target_address),
+        gather=NOTHING,
+        wire=_laid(rows.source, rows, starts.source, slot_bytes),
+        scatter=_turned(_laid(rows.target, rows, starts.target, slot_bytes)),
     )
 
 
-def pack(copies: Copies, staging: Staging, starts: RegionStarts, side: Side = Side.BOTH) -> Stages:
+def pack(copies: Copies, slot_bytes: int, starts: RegionStarts, side: Side) -> Stages:
     """The source gathers into staging, the wire carries whole slots, and the target puts each row in its place.
 
     The order is that of the target's addresses: only one side can have long runs, and the target is the side that
@@ -139,13 +88,13 @@ def pack(copies: Copies, staging: Staging, starts: RegionStarts, side: Side = Si
     cheaper to read (by the gather) than to write, where a part of a cache line must be fetched first.
     """
     rows = _sorted_by(copies, copies.target)
-    slot_bytes = staging.slot_bytes
-    gather = scatter = _nothing()
-    if side is not Side.TARGET:
-        gather = _to_staging(_laid(rows.source, rows, starts.source, slot_bytes), staging.source_address)
-    if side is not Side.SOURCE:
-        scatter = _from_staging(_laid(rows.target, rows, starts.target, slot_bytes), staging.target_address)
-    return Stages(gather=gather, wire=_slots(copies.num_bytes, staging), scatter=scatter)
+    # One row per slot; only the last may be shorter.
+    offset = np.arange(0, copies.num_bytes, slot_bytes, dtype=np.uint64)
+    length = np.minimum(np.uint64(copies.num_bytes) - offset, np.uint64(slot_bytes))
+    wire = Copies(offset, offset, length, len(offset))
+    if side is Side.SOURCE:
+        return Stages(_laid(rows.source, rows, starts.source, slot_bytes), wire, NOTHING)
+    return Stages(NOTHING, wire, _turned(_laid(rows.target, rows, starts.target, slot_bytes)))
 
 
 def source_runs(copies: Copies, starts: Column) -> int:
@@ -161,11 +110,6 @@ def source_runs(copies: Copies, starts: Column) -> int:
     return len(copies) - int(np.count_nonzero(joined))
 
 
-def _nothing() -> Copies:
-    empty = np.zeros(0, np.uint64)
-    return Copies(empty, empty, empty, 0)
-
-
 def _ascends(column: Column) -> bool:
     return bool(np.all(column[:-1] <= column[1:]))
 
@@ -174,8 +118,7 @@ def _sorted_by(copies: Copies, column: Column) -> Copies:
     if _ascends(column):
         return copies
     # Rows come in runs that ascend, one per layer or head: a stable sort merges these.
-    order = np.argsort(column, kind="stable")
-    return Copies(copies.source[order], copies.target[order], copies.length[order], copies.pieces)
+    return copies.select(np.argsort(column, kind="stable"))
 
 
 def _laid(address: Column, rows: Copies, starts: Column, slot_bytes: int) -> Copies:
@@ -185,7 +128,7 @@ def _laid(address: Column, rows: Copies, starts: Column, slot_bytes: int) -> Cop
     a slot ends.
     """
     if not len(rows):
-        return _nothing()
+        return NOTHING
     length, end = rows.length, np.cumsum(rows.length)
     joins = np.flatnonzero(address[:-1] + length[:-1] == address[1:]) + 1
     if len(joins):
@@ -214,18 +157,6 @@ def _cut(laid: Copies, slot_bytes: int) -> Copies:
     return Copies(source, offset, edges[1:] - edges[:-1], laid.pieces)
 
 
-def _slots(num_bytes: int, staging: Staging) -> Copies:
-    """One row per slot; only the last may be shorter."""
-    offset = np.arange(0, num_bytes, staging.slot_bytes, dtype=np.uint64)
-    length = np.minimum(np.uint64(num_bytes) - offset, np.uint64(staging.slot_bytes))
-    return Copies(
-        offset + np.uint64(staging.source_address), offset + np.uint64(staging.target_address), length, len(offset)
-    )
-
-
-def _to_staging(laid: Copies, staging_address: int) -> Copies:
-    return Copies(laid.source, laid.target + np.uint64(staging_address), laid.length, laid.pieces)
-
-
-def _from_staging(laid: Copies, staging_address: int) -> Copies:
-    return Copies(laid.target + np.uint64(staging_address), laid.source, laid.length, laid.pieces)
+def _turned(laid: Copies) -> Copies:
+    """Out of staging memory."""
+    return Copies(laid.target, laid.source, laid.length, laid.pieces)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import NOTHING, Direction
-from kvferry.plan.programs.layer_groups import Bundle
 from kvferry.plan.programs.program import Program
+from kvferry.plan.programs.program_split import Bundle
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.token_chunks import WHOLE, Stretch
+from kvferry.plan.programs.stretches import WHOLE, Stretch
 from kvferry.plan.slots.slot_plan import StagedRequest
 from kvferry.session.commands import Cancel, Command, Post
 from kvferry.session.events import Acquired, Ahead, Staged, TicketEnded

@@ -9,12 +9,11 @@ from msgspec import structs
 
 from kvferry.errors import FerryError, TransferError
 from kvferry.plan.description.layout import Layout
-from kvferry.plan.programs.layer_groups import Bundle, bundles
 from kvferry.plan.programs.program import Program, bind
+from kvferry.plan.programs.program_split import Bundle, bundles
 from kvferry.plan.programs.request import check_ranges
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots.slot_plan import StagedRequest, region_starts
-from kvferry.plan.strategy.strategies import RegionStarts
+from kvferry.plan.slots.slot_plan import StagedRequest
 from kvferry.session.commands import Command, Connect, Disconnect, Reply
 from kvferry.session.events import LeaseRequest, PeerConnected, PeerUnreachable
 from kvferry.session.refusals import refuse
@@ -31,12 +30,11 @@ PATIENCE = 2
 @dataclass(slots=True)
 class _Target:
     """`reached` is empty until a transport is connected, `programs` until something has been claimed, `bundles` until
-    something is to be sent state by state. `starts` says where the regions of both ranks begin."""
+    something is to be sent state by state."""
 
     peer: str
     offer: TargetOffer
     last_heard: float
-    starts: RegionStarts
     reached: tuple[Reached, ...] = ()
     programs: tuple[Program, ...] = ()
     bundles: tuple[Bundle, ...] = ()
@@ -70,8 +68,7 @@ class Targets:
         replaced = [self._forget(party) for party in list(self._known) if _is_met_anew(party, offer.party)]
         if len(self._known) >= MAX_TARGETS:
             raise TransferError(Reason.UNREACHABLE, "too many targets at once", found=f"{len(self._known)} targets")
-        starts = region_starts(self._layouts[self._rank], offer.layouts[offer.party.rank])
-        self._known[offer.party] = _Target(peer, offer, now, starts)
+        self._known[offer.party] = _Target(peer, offer, now)
         return [*replaced, Connect(offer.party, offer)]
 
     def settled(self, event: PeerConnected | PeerUnreachable) -> list[Command]:
@@ -93,12 +90,12 @@ class Targets:
     def request(self, claim: Claim, lease: LeaseRequest) -> StagedRequest:
         """What moves for a claim, and where. Raises TransferError, or BlockTableError for its ranges, when it cannot or
         must not be carried out."""
-        program, starts = self._program_of(claim), self._known[claim.party].starts
+        program = self._program_of(claim)
         if claim.strategy.source_gathers and not claim.slot_bytes:
             what = "staging slots of no size"
             raise TransferError(Reason.MALFORMED, what, found="0 bytes", expected="at least 1 byte")
         return StagedRequest(
-            program, lease.block_tables, claim.block_tables, claim.ranges, claim.strategy, claim.slot_bytes, starts
+            program, lease.block_tables, claim.block_tables, claim.ranges, claim.strategy, claim.slot_bytes
         )
 
     def bundles(self, party: Party) -> tuple[Bundle, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvferry.errors import FerryError, TransferError
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.programs.token_chunks import WHOLE, parted, stretch_tokens, stretches
+from kvferry.plan.programs.stretches import WHOLE, parted, stretch_tokens, stretches
 from kvferry.session.commands import Command, Count, Reply
 from kvferry.session.events import Acquired, Staged, TicketEnded
 from kvferry.session.keys import ClaimKey

@@ -8,13 +8,13 @@ from functools import lru_cache
 
 from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan.programs.copies import Copies, Direction
-from kvferry.plan.programs.program import Program
-from kvferry.plan.programs.read_write_split import token_at
+from kvferry.plan.programs.program import Program, RegionStarts
+from kvferry.plan.programs.program_split import token_at
 from kvferry.plan.programs.request import Ranges, volume
 from kvferry.plan.slots.slot_plan import Slot
 from kvferry.plan.strategy.calibration import Costs
 from kvferry.plan.strategy.cost_model import Counts, Price, counts_of, prices
-from kvferry.plan.strategy.strategies import RegionStarts, Strategy
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.wire.messages import Reason
 
 AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)

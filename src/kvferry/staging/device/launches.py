@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 
 VECTOR_BYTES = 16
 """The widest load or store of a device."""

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 from kvferry.errors import FerryError, IllegalEventError
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.staging.device.patterns import for_device
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.registered_memory import Regions, View
-
-
-class PinnedMemory(Protocol):
-    """Host memory that the device reaches until `close`; `kvferry.staging.device.pinned.Pinned` is the real one."""
-
-    def close(self) -> None:
-        """Safe to call twice."""
-        ...
 
 
 class Launcher(Protocol):
@@ -40,13 +33,18 @@ class DeviceMover:
     """A `Mover` whose copies run on a device. Only `close` waits for it.
 
     `regions` are all memories that rows may touch, of the device and pinned ones of the host: a kernel that leaves them
-    would end the engine's process. They must stay until `close`, which closes `pinned` when no copy runs any more.
+    would end the engine's process. They must stay until `close`, which closes `pins` when no copy runs any more.
     """
 
-    def __init__(self, launcher: Launcher, regions: Regions, pinned: Sequence[PinnedMemory] = ()) -> None:
+    # A device does not call this process when its copies end.
+    notifies = False
+    # It reaches only host memory that is pinned for it.
+    reaches_peer_memory = False
+
+    def __init__(self, launcher: Launcher, regions: Regions, pins: Sequence[ExitStack] = ()) -> None:
         self._launcher = launcher
         self._regions = regions
-        self._pinned = tuple(pinned)
+        self._pins = tuple(pins)
         self._running: dict[Hashable, Callable[[], bool]] = {}
         self._ended: dict[Hashable, str] = {}
         self._is_closed = False
@@ -54,16 +52,6 @@ class DeviceMover:
     @property
     def busy(self) -> bool:
         return bool(self._running or self._ended)
-
-    @property
-    def notifies(self) -> bool:
-        # A device does not call this process when its copies end.
-        return False
-
-    @property
-    def reaches_peer_memory(self) -> bool:
-        # A device reaches only host memory that is pinned for it.
-        return False
 
     def start(self, key: Hashable, tiles: Sequence[Tile], peer_view: View | None = None) -> None:
         """See `Mover`. The first of a kind of rows (how long, how aligned) is compiled, which takes up to a second."""
@@ -101,8 +89,8 @@ class DeviceMover:
             self._running.clear()
             if isinstance(error, TimeoutError):
                 return
-        for memory in self._pinned:
-            memory.close()
+        for pins in self._pins:
+            pins.close()
 
     def _launch(self, key: Hashable, tiles: Sequence[Tile]) -> None:
         if self._is_closed:

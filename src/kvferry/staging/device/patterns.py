@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.plan.programs.copies import Copies, split
-from kvferry.plan.programs.row_patterns import Tile, plain
+from kvferry.plan.programs.tiles import Tile, plain
 from kvferry.staging.device.launches import MAX_ROW_BYTES
 
 # Below this, plain rows take less of the processor's time and hardly longer to get to the device.
@@ -63,9 +63,9 @@ def tiles_of(copies: Copies) -> tuple[Tile, ...]:
     found = _pattern(rows) if len(rows) >= MIN_ROWS else _NO_PATTERN
     if not found.period:
         return plain(rows)
-    tile = _sums(_part(rows, slice(found.first, found.stop)), found.period)
-    beside = [_part(rows, part) for part in (slice(0, found.first), slice(found.stop, len(rows)))]
-    return (tile, *plain(_joined(beside)))
+    tile = _sums(rows.select(slice(found.first, found.stop)), found.period)
+    beside = np.concatenate((np.arange(found.first), np.arange(found.stop, len(rows))))
+    return (tile, *plain(rows.select(beside)))
 
 
 class _Pattern(NamedTuple):
@@ -103,16 +103,6 @@ def _num_numbers(num_rows: int, period: int) -> int:
 
 def _saves(num_rows: int, period: int) -> bool:
     return 2 * _num_numbers(num_rows, period) < 3 * num_rows
-
-
-def _part(rows: Copies, part: slice) -> Copies:
-    return Copies(rows.source[part], rows.target[part], rows.length[part], rows.pieces)
-
-
-def _joined(parts: list[Copies]) -> Copies:
-    columns = [(part.source, part.target, part.length) for part in parts]
-    source, target, length = map(np.concatenate, zip(*columns, strict=True))
-    return Copies(source, target, length, parts[0].pieces)
 
 
 # --- a period of all rows ---

@@ -39,24 +39,19 @@ class CudaRuntime:
             return int(_cudart().cudaHostUnregister(address))
 
 
-class Pinned:
-    """Memories of the host, pinned until `close`.
+def pinned(runtime: Runtime, memories: Sequence[Memory]) -> ExitStack:
+    """Pin memories of the host until what is returned is closed, once no kernel uses them any more.
 
     A driver knows by its address what it has pinned. Were that unmapped, whatever is mapped there next could not be
     pinned, and a kernel would still reach the pages that were there before.
+
+    Raises ConfigurationError when the driver refuses one; then none is pinned.
     """
-
-    def __init__(self, runtime: Runtime, memories: Sequence[Memory]) -> None:
-        """Raises ConfigurationError when the driver refuses one; then none is pinned."""
-        with ExitStack() as undo:
-            for memory in memories:
-                _pin(runtime, memory)
-                undo.callback(_unpin, runtime, memory)
-            self._pins = undo.pop_all()
-
-    def close(self) -> None:
-        """Unpin the memories; no kernel may use them any more. Safe to call twice."""
-        self._pins.close()
+    with ExitStack() as pins:
+        for memory in memories:
+            _pin(runtime, memory)
+            pins.callback(_unpin, runtime, memory)
+        return pins.pop_all()
 
 
 def _pin(runtime: Runtime, memory: Memory) -> None:

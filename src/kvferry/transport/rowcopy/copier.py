@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.extras import how_to_install
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.registered_memory import LocatedRows, Offsets
 from kvferry.transport.rowcopy import with_numpy
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvferry.errors import TransportError
-from kvferry.plan.programs.row_patterns import Tile, rows_of
+from kvferry.plan.programs.tiles import Tile, rows_of
 from kvferry.transport.registered_memory import LocatedRows, Offsets, Regions, View
 from kvferry.transport.rowcopy.copier import current
 

@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from kvferry.errors import TransportError
-from kvferry.plan.programs.row_patterns import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.registered_memory import LocatedRows, Offsets
 
 LINE_BYTES = 64

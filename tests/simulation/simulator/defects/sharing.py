@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.programs.token_chunks import parted
+from kvferry.plan.programs.stretches import parted
 from kvferry.session.commands import Command
 from kvferry.session.events import FrameArrived, TicketEnded
 from kvferry.session.keys import ClaimKey, ReadKey

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.programs.program import Program
-from kvferry.plan.slots.slot_plan import region_starts
 from kvferry.session.keys import PeerKey
 from kvferry.session.source.session import SourceSession
 from kvferry.session.source.targets import Targets
@@ -31,6 +30,5 @@ class _SharedTargets(Targets):
 class _SharedBindings(Bindings):
     def _bind(self, peers: tuple[PeerKey, ...], sources: list[Layout]) -> Binding:
         found, programs = programs_between(tuple(sources), self._layouts, self._rank)
-        starts = {peers[source]: region_starts(sources[source], self._layouts[self._rank]) for source in programs}
         named = {peers[source]: program for source, program in programs.items()}
-        return Binding(peers, found, named, dict(zip(peers, sources, strict=True)), starts)
+        return Binding(peers, found, named, dict(zip(peers, sources, strict=True)))

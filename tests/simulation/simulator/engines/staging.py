@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.errors import FerryError
-from kvferry.plan.programs.row_patterns import rows_of
+from kvferry.plan.programs.tiles import rows_of
 from kvferry.session.commands import Acquire, Stage
 from kvferry.session.events import Acquired, Staged
 from kvferry.session.keys import ReadKey, Remote, SlotKey, incarnation_of

@@ -12,8 +12,6 @@ from kvferry.plan.digests.subject import NOTHING, DigestPolicy, PartTemplate, Su
 from kvferry.plan.programs.program import Program, bind
 from kvferry.plan.programs.request import volume
 from kvferry.plan.routing.route import Route, route
-from kvferry.plan.slots.slot_plan import region_starts
-from kvferry.plan.strategy.strategies import RegionStarts
 from kvferry.session.events import FetchRequest
 from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.handshakes import Handshakes
@@ -28,16 +26,15 @@ A_PROMPT = TokenRange(0, 4096)
 class Binding:
     """The programs of this target rank, one per source rank that it reads or tells that the request is done.
 
-    The program of a rank that is only told about the end moves nothing. `starts` says where the regions of both begin,
-    `templates` is what can be digested of each, `fan_in` how many times as much comes from all of them as from each;
-    `unreadable` names the kinds of memory, on either side, that the CPU cannot read: empty when digests can be made.
+    The program of a rank that is only told about the end moves nothing. `templates` is what can be digested of each,
+    `fan_in` how many times as much comes from all of them as from each; `unreadable` names the kinds of memory, on
+    either side, that the CPU cannot read: empty when digests can be made.
     """
 
     peers: tuple[PeerKey, ...]
     route: Route
     programs: dict[PeerKey, Program]
     layouts: dict[PeerKey, Layout]
-    starts: dict[PeerKey, RegionStarts]
     templates: dict[PeerKey, tuple[PartTemplate, ...]] = field(default_factory=dict)
     fan_in: dict[PeerKey, float] = field(default_factory=dict)
     unreadable: str = ""
@@ -90,8 +87,7 @@ class Bindings:
             peers[source]: bind(found.between(source, self._rank), sources[source], own)
             for source in found.sources_of(self._rank)
         }
-        starts = {peers[source]: region_starts(sources[source], own) for source in found.sources_of(self._rank)}
-        return Binding(peers, found, programs, dict(zip(peers, sources, strict=True)), starts)
+        return Binding(peers, found, programs, dict(zip(peers, sources, strict=True)))
 
     def _with_digests(self, binding: Binding, sources: list[Layout]) -> Binding:
         own, between = self._layouts[self._rank], binding.route.between

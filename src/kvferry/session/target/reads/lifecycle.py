@@ -12,7 +12,7 @@ from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.blocks import BlockTables
 from kvferry.plan.programs.copies import NOTHING, Direction
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.token_chunks import parted
+from kvferry.plan.programs.stretches import parted
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables
 from kvferry.plan.strategy.calibration import Costs
 from kvferry.plan.strategy.strategies import Side
@@ -155,7 +155,7 @@ class Reads:
         read.machine.move("granted")
         fetch.granted(read, now)
         if len(copies) and not read.mode.read_from:
-            read.strategy = self._staging.before_read(copies, costs, binding.starts[peer.key])
+            read.strategy = self._staging.before_read(copies, costs, binding.programs[peer.key].starts)
         if read.strategy.is_staged:
             plan = self._plan_of(fetch, peer.key, grant.block_tables)
             # An error here is reported when the plan is carried out.
@@ -182,7 +182,6 @@ class Reads:
             wanted.ranges,
             strategy,
             self._slot_bytes(key) if strategy.source_gathers else self._staging.slot_bytes,
-            binding.starts[key],
         )
         return SlotPlan(request, Side.TARGET)
 

@@ -1,4 +1,5 @@
-"""A program cut by states, so that what is computed of them can be sent while the others still are."""
+"""A program cut in two ways: into bundles of states, each sent while the source computes the next; and at a token, up
+to which the source writes while the target reads the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import Program, bind
-from kvferry.plan.programs.request import num_rows
+from kvferry.plan.programs.request import Ranges, seen, volume
+from kvferry.plan.programs.stretches import ALL_OF_TOKENS, parted, unit_tokens
 from kvferry.plan.routing.route import Leg
 
 # Bundles of so many sizes are tried: keys and values, with scales or without, are two to four states of a layer.
@@ -51,4 +53,21 @@ def _cut(by_state: Mapping[int, Sequence[Leg]], size: int, source: Layout, targe
 
 def _num_rows(cut: Sequence[Bundle], target: Layout) -> int:
     """Of a prompt of some length."""
-    return sum(num_rows(bundle.program, (A_PROMPT,) * len(target.groups)) for bundle in cut)
+    return sum(volume(bundle.program, (A_PROMPT,) * len(target.groups))[0] for bundle in cut)
+
+
+def token_at(program: Program, ranges: Ranges, share: float) -> int:
+    """The token up to which about `share` of the bytes lie, where nothing has to be taken apart; 0 where there is none.
+
+    States of fixed size belong to what lies behind it: where they are more than that, nothing is cut.
+
+    Raises BlockTableError when a range runs backwards or is missing.
+    """
+    _, num_bytes = volume(program, ranges)
+    _, of_tokens = volume(program, ranges, ALL_OF_TOKENS)
+    if not of_tokens or share * num_bytes > of_tokens:
+        return 0
+    tokens, unit = seen(program, ranges), unit_tokens(program)
+    token = round((tokens.first + share * num_bytes / of_tokens * len(tokens)) / unit) * unit
+    _, before = volume(program, ranges, parted(token)[0])
+    return token if 0 < before < num_bytes else 0

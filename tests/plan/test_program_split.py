@@ -8,8 +8,8 @@ from test_stretch import moved
 
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
-from kvferry.plan.programs.layer_groups import bundles
 from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.program_split import bundles
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.programs.copies import NOTHING, Column, Copies, split
+from kvferry.plan.programs.copies import Column, Copies, moved, split
 
 _ZERO: Column = np.zeros(1, np.uint64)
 
@@ -42,13 +42,11 @@ class Tile:
 
     def copies(self) -> Copies:
         """The rows, one by one, those of each start together."""
-        source = np.add.outer(self.source_start, self.source_shift).ravel()
-        target = np.add.outer(self.target_start, self.target_shift).ravel()
-        return Copies(source, target, np.tile(self.length, self.num_starts), pieces=len(self))
+        return rows_of((self,))
 
     def shifted(self, source: int, target: int) -> Tile:
         """The same rows elsewhere."""
-        starts = self.source_start + np.uint64(source), self.target_start + np.uint64(target)
+        starts = moved(self.source_start, source), moved(self.target_start, target)
         return Tile(*starts, self.source_shift, self.target_shift, self.length)
 
     def split(self, max_row_bytes: int) -> Tile:
@@ -73,9 +71,25 @@ def plain(copies: Copies) -> tuple[Tile, ...]:
 
 
 def rows_of(tiles: Sequence[Tile]) -> Copies:
-    """The rows of all tiles, tile after tile."""
-    if not tiles:
-        return NOTHING
-    columns = zip(*((each.source, each.target, each.length) for each in (tile.copies() for tile in tiles)), strict=True)
-    source, target, length = map(np.concatenate, columns)
-    return Copies(source, target, length, pieces=len(length))
+    """The rows of all tiles, tile after tile, written once into their final columns."""
+    total = sum(map(len, tiles))
+    # One allocation: fresh pages from the system are most of the time here.
+    source, target = np.empty((2, total), np.uint64)
+    length = _lengths(tiles, total)
+    start = 0
+    for tile in tiles:
+        part, shape = slice(start, start + len(tile)), (tile.num_starts, tile.num_shifts)
+        np.add.outer(tile.source_start, tile.source_shift, out=source[part].reshape(shape))
+        np.add.outer(tile.target_start, tile.target_shift, out=target[part].reshape(shape))
+        if length.flags.writeable:
+            length[part].reshape(shape)[:] = tile.length
+        start = part.stop
+    return Copies(source, target, length, pieces=total)
+
+
+def _lengths(tiles: Sequence[Tile], total: int) -> Column:
+    """The length column: one number seen `total` times where all rows are alike, else memory to be filled."""
+    found = {int(length) for tile in tiles if len(tile) for length in (tile.length.min(), tile.length.max())}
+    if len(found) == 1:
+        return np.broadcast_to(np.uint64(found.pop()), total)
+    return np.empty(total, np.uint64)
