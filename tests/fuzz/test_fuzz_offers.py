@@ -19,7 +19,7 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import FetchFailed, Post
 from kvferry.session.events import AnswerArrived, FetchRequest, PeerConnected, Tick, TicketEnded
 from kvferry.session.keys import PeerKey
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m

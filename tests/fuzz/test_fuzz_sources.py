@@ -21,7 +21,7 @@ from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session import commands as c
 from kvferry.session import events as e
 from kvferry.session import keys as k
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timeouts import Timing

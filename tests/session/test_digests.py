@@ -45,7 +45,7 @@ from kvferry.session.keys import ClaimKey, PeerKey, ReadKey
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m

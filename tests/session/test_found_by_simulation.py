@@ -21,7 +21,7 @@ from kvferry.session.events import (
     TicketEnded,
 )
 from kvferry.session.keys import PeerKey
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m

@@ -62,7 +62,7 @@ def test_the_next_deadline_is_that_of_the_first_to_end_or_to_be_forgotten(steps)
         assert source._leases.next_deadline() == min((lease.deadline for lease in known.values()), default=float("inf"))
         assert all(lease.deadline > now for lease in known.values())
         assert source._leases.may_be_read == any(lease.is_read for lease in known.values())
-        open_until = {lease.wanted.request_id: lease.deadline for lease in known.values() if lease.live}
+        open_until = {lease.request.request_id: lease.deadline for lease in known.values() if lease.live}
 
 
 @pytest.mark.parametrize("looked_at", ["is_writing", "is_read", "live"])

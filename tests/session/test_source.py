@@ -113,7 +113,7 @@ def test_a_lease_that_has_ended_keeps_no_prompt():
     source = session()
     source.handle(replace(LEASE, prompt=Prompt.of(range(7))), 0)
     source.handle(LeaseWithdrawn("r1"), 1)
-    assert source._leases.get("l1").wanted.prompt == UNKNOWN_PROMPT
+    assert source._leases.get("l1").request.prompt == UNKNOWN_PROMPT
 
 
 def test_a_second_engine_cannot_claim_a_claimed_lease():

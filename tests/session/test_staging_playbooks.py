@@ -62,7 +62,7 @@ from kvferry.session.source import writes
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import AUTO, NO_STAGING, StagingPolicy, TransferMode, allowed_by
 from kvferry.session.target.reads import slot_pipeline
 from kvferry.session.target.session import TargetSession

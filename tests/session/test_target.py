@@ -41,7 +41,7 @@ from kvferry.session.events import (
     TicketEnded,
 )
 from kvferry.session.keys import PeerKey, ReadKey
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import StagingPolicy, beside
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timeouts import Timing

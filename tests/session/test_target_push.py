@@ -25,7 +25,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import BlocksReleased, CheckLiveness, Count, Disconnect, Fetched, FetchFailed, Send
 from kvferry.session.events import AbortRequest, AnswerArrived, FetchRequest, PeerGone, Tick
 from kvferry.session.keys import PeerKey
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timeouts import Timing

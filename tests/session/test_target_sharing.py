@@ -44,7 +44,7 @@ from kvferry.session.commands import (
 )
 from kvferry.session.events import AbortRequest, FetchRequest, PeerConnected, Tick, TicketEnded
 from kvferry.session.keys import ReadKey
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import AUTO, NO_STAGING, StagingPolicy
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timeouts import Timing

@@ -9,7 +9,7 @@ from test_target_push import CLAIM, GRANT, HANDSHAKE, OURS, TIMING, VALID, WRITT
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Connect, Count, Fetched, Send
 from kvferry.session.events import PeerConnected, Tick
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.session import TargetSession
 from kvferry.wire import messages as m
 

@@ -11,7 +11,7 @@ from kvferry.agent.config import AgentConfig
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.source.handshake import SourceIdentity
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import through_staging_only
 from kvferry.transport.process_identity import host_here
 from kvferry.transport.selection.probe import NUM_MARKS, PROBE_BYTES, allocation_bytes, fill_probe

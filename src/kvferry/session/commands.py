@@ -174,22 +174,8 @@ class Count:
     reason: str
 
 
-Command = (
-    Send
-    | Reply
-    | Connect
-    | Disconnect
-    | CheckLiveness
-    | Post
-    | Cancel
-    | Acquire
-    | Release
-    | Stage
-    | Digest
-    | DropDigest
-    | Fetched
-    | FetchFailed
-    | BlocksReleased
-    | LeaseEnded
-    | Count
-)
+_ToPeer = Send | Reply
+_OfTransport = Connect | Disconnect | CheckLiveness | Post | Cancel
+_OfMemory = Acquire | Release | Stage | Digest | DropDigest
+_ToEngine = Fetched | FetchFailed | BlocksReleased | LeaseEnded
+Command = _ToPeer | _OfTransport | _OfMemory | _ToEngine | Count

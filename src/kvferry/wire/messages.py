@@ -293,24 +293,6 @@ class Refusal(Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
     claim_id: Name
 
 
-Message = (
-    Hello
-    | Welcome
-    | OfferRequest
-    | Offer
-    | TargetOffer
-    | Reached
-    | Claim
-    | Grant
-    | Pack
-    | Packed
-    | Queued
-    | Written
-    | Landed
-    | Valid
-    | Renew
-    | Renewed
-    | Abort
-    | Aborted
-    | Refusal
-)
+_OfTarget = Hello | OfferRequest | TargetOffer | Claim | Pack | Landed | Renew | Abort
+_OfSource = Welcome | Offer | Reached | Grant | Packed | Queued | Written | Valid | Renewed | Aborted | Refusal
+Message = _OfTarget | _OfSource

@@ -42,7 +42,7 @@ class CompletedReads:
         digest is as much work as the transfer, and digests that readers have asked for go first.
         """
         granted = lease.claims[party]
-        key = ClaimKey(lease.wanted.lease_id, party, granted.claim_id)
+        key = ClaimKey(lease.request.lease_id, party, granted.claim_id)
         is_sampled = granted.subject.policy is DigestPolicy.SAMPLED and granted.subject.parts
         if is_sampled and lease.is_computed and key not in lease.digests:
             self._started.setdefault(key, now + LOOK_AFTER_S)
@@ -68,8 +68,8 @@ class CompletedReads:
             yield self._begin(key, lease)
 
     def _begin(self, key: ClaimKey, lease: Lease) -> Digest:
-        subject, wanted = lease.claims[key.party].subject, lease.wanted
-        extracts = self._extractor.extracts(subject, wanted.block_tables, wanted.num_tokens)
+        subject, request = lease.claims[key.party].subject, lease.request
+        extracts = self._extractor.extracts(subject, request.block_tables, request.num_tokens)
         lease.digests[key] = OwnDigest()
         return Digest(key, extracts)
 

@@ -68,7 +68,7 @@ class Lease:
     says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more.
     """
 
-    wanted: LeaseRequest
+    request: LeaseRequest
     machine: StateMachine
     deadline: float
     num_ready: int
@@ -83,10 +83,10 @@ class Lease:
     is_freed: bool = False
 
     @classmethod
-    def opened(cls, wanted: LeaseRequest, deadline: float) -> Lease:
+    def opened(cls, request: LeaseRequest, deadline: float) -> Lease:
         """A lease that nobody has claimed yet."""
-        machine = StateMachine(f"lease {wanted.lease_id}", LEASE_TABLE, LeaseState.OPEN)
-        return cls(wanted, machine, deadline, 0 if wanted.is_growing else wanted.num_tokens)
+        machine = StateMachine(f"lease {request.lease_id}", LEASE_TABLE, LeaseState.OPEN)
+        return cls(request, machine, deadline, 0 if request.is_growing else request.num_tokens)
 
     @property
     def live(self) -> bool:
@@ -106,7 +106,7 @@ class Lease:
     @property
     def is_computed(self) -> bool:
         """Whether the engine writes nothing to the blocks any more."""
-        return self.num_ready == self.wanted.num_tokens
+        return self.num_ready == self.request.num_tokens
 
     @property
     def finished(self) -> bool:
@@ -142,17 +142,17 @@ class Lease:
         """More tokens are computed. An event that goes backwards or too far is the engine's mistake, and is ignored."""
         before = self.num_ready, self.ahead.num_tokens, self.ahead.num_states
         after = event.num_ready, event.ahead.num_tokens, event.ahead.num_states
-        if before < after and max(after[:2]) <= self.wanted.num_tokens:
+        if before < after and max(after[:2]) <= self.request.num_tokens:
             self.num_ready, self.ahead = event.num_ready, event.ahead
-            self.wanted = replace(self.wanted, block_tables=event.block_tables)
+            self.request = replace(self.request, block_tables=event.block_tables)
 
     def check(self, claim: Claim) -> None:
         """Raises TransferError for a claim that cannot be granted."""
-        party, wanted = claim.party, self.wanted
+        party, request = claim.party, self.request
         if not self.live:
             what, expected = "the lease has ended", "open or claimed"
             raise TransferError(Reason.EXPIRED, what, found=self.machine.state, expected=expected)
-        if wanted.is_unnamed:
+        if request.is_unnamed:
             what, expected = "engines cannot compare what this prompt depends on", "the source's log says why"
             raise TransferError(Reason.UNNAMED_PROMPT, what, found="a prompt without a name", expected=expected)
         others = {(other.engine_id, other.epoch) for other in self.claims}
@@ -165,12 +165,12 @@ class Lease:
         if claim.direction is Direction.WRITE and party in self.completed:
             what = "this reader has already received the whole cache"
             raise TransferError(Reason.ALREADY_CLAIMED, what, found=claim.claim_id, expected="one claim")
-        if claim.num_tokens > wanted.num_tokens:
-            what, expected = "more tokens than were computed", f"at most {wanted.num_tokens}"
+        if claim.num_tokens > request.num_tokens:
+            what, expected = "more tokens than were computed", f"at most {request.num_tokens}"
             raise TransferError(Reason.OUT_OF_RANGE, what, found=f"{claim.num_tokens} tokens", expected=expected)
-        if not wanted.prompt.begins_with(claim.prompt, wanted.lease_id):
+        if not request.prompt.begins_with(claim.prompt, request.lease_id):
             what, found = "this is the cache of another prompt", f"another prompt of {claim.prompt.num_tokens} tokens"
-            computed = f"the {wanted.prompt.num_tokens} tokens that were computed"
+            computed = f"the {request.prompt.num_tokens} tokens that were computed"
             expected = f"{computed}, or their beginning, with the same images, adapter and cache_salt"
             raise TransferError(Reason.WRONG_PROMPT, what, found=found, expected=expected)
 

@@ -75,16 +75,16 @@ class LeaseTable:
                 return deadline
         return inf
 
-    def open(self, wanted: LeaseRequest, now: float) -> None:
+    def open(self, request: LeaseRequest, now: float) -> None:
         """Nobody has claimed it yet."""
-        lease = Lease.opened(wanted, now + self._timing.lease_s)
-        self._by_id[wanted.lease_id] = self._by_request[wanted.request_id] = lease
+        lease = Lease.opened(request, now + self._timing.lease_s)
+        self._by_id[request.lease_id] = self._by_request[request.request_id] = lease
         self._note_deadline(lease)
 
     def claim(self, lease: Lease, claim: Claim, now: float) -> None:
         """Note a granted claim, and renew the lease."""
         lease.claim(claim, now + self._timing.lease_s)
-        self._claimed[lease.wanted.lease_id] = lease
+        self._claimed[lease.request.lease_id] = lease
 
     def renew(self, lease: Lease, now: float) -> None:
         """It lasts `lease_s` from now on."""
@@ -121,7 +121,7 @@ class LeaseTable:
             commands += refuse(peer, error, claim.claim_id)
         lease.digests, lease.waiting = {}, {}
         # A lease that has ended grants no claim: it needs no megabyte of tokens.
-        lease.wanted = replace(lease.wanted, prompt=UNKNOWN_PROMPT)
+        lease.request = replace(lease.request, prompt=UNKNOWN_PROMPT)
         return [*self.free_when_drained(lease), *commands]
 
     def free_when_drained(self, lease: Lease) -> list[Command]:
@@ -129,10 +129,10 @@ class LeaseTable:
         if lease.live or lease.is_freed or lease.is_writing:
             return []
         lease.is_freed = True
-        del self._by_request[lease.wanted.request_id]
-        freed = LeaseEnded(lease.wanted.request_id, lease.ended_as)
+        del self._by_request[lease.request.request_id]
+        freed = LeaseEnded(lease.request.request_id, lease.ended_as)
         return [freed, *([Count("leases_expired", Reason.EXPIRED)] if lease.ended_as == Reason.EXPIRED else [])]
 
     def _note_deadline(self, lease: Lease) -> None:
         """It is new, or may be sooner than it was."""
-        heappush(self._deadlines, (lease.deadline, lease.wanted.lease_id))
+        heappush(self._deadlines, (lease.deadline, lease.request.lease_id))

@@ -176,7 +176,7 @@ class SourceSession:
         lease = self._leases.get(reference.lease_id)
         if lease is None:
             return self._wait_for_lease(peer, claim, now)
-        if lease.wanted.request_id != reference.request_id:
+        if lease.request.request_id != reference.request_id:
             raise unknown_lease(reference.lease_id)
         if answer := self._writes.repeated(peer, claim, lease):
             return answer
@@ -193,7 +193,7 @@ class SourceSession:
         shared = self._writes.share(peer, claim, lease) if claim.read_from else []
         self._leases.claim(lease, claim, now)
         self._completed_reads.started(lease, claim.party, now)
-        return [Reply(peer, m.Grant(claim.claim_id, lease.wanted.block_tables)), *shared]
+        return [Reply(peer, m.Grant(claim.claim_id, lease.request.block_tables)), *shared]
 
     def _write(self, peer: str, claim: m.Claim, lease: Lease, now: float) -> list[Command]:
         """Carry a claim out."""
@@ -241,9 +241,9 @@ class SourceSession:
         layout = self._identity.layout
         named = layout.state_named()
         is_fixed = any(not named[placement.state].per_token for placement in layout.placements)
-        if is_fixed and claim.num_tokens not in (0, lease.wanted.num_tokens):
+        if is_fixed and claim.num_tokens not in (0, lease.request.num_tokens):
             what = "the states of fixed size belong to a prompt of another length"
-            found, expected = f"{claim.num_tokens} tokens", f"{lease.wanted.num_tokens} tokens"
+            found, expected = f"{claim.num_tokens} tokens", f"{lease.request.num_tokens} tokens"
             raise TransferError(Reason.OUT_OF_RANGE, what, found=found, expected=expected)
 
     def _wait_for_lease(self, peer: str, claim: m.Claim, now: float) -> list[Command]:

@@ -50,7 +50,7 @@ class Writes:
             raise
 
     def _begin(self, key: ClaimKey, peer: str, claim: Claim, lease: Lease) -> Iterator[Command]:
-        request = self._targets.request(claim, lease.wanted)
+        request = self._targets.request(claim, lease.request)
         if claim.strategy.source_gathers:
             packing = lease.writes[key] = PackedWrite.started(key, peer, request, lease.num_ready)
             self._unplanned.append(packing)
@@ -71,7 +71,7 @@ class Writes:
             known.peer = peer
             # The grant of a read has block tables, and has been sent.
             return [] if known.is_open else [Reply(peer, known.status())]
-        request = self._targets.request(claim, lease.wanted)
+        request = self._targets.request(claim, lease.request)
         write = lease.writes[key] = DirectWrite(key, peer, request, [parted(claim.read_from)[0]])
         self._shares.append((write, lease))
         return []
@@ -122,7 +122,7 @@ class Writes:
                     yield from _report(write)
 
     def _grow(self, write: PackedWrite | DirectWrite, lease: Lease) -> Iterator[Command]:
-        tables, num_ready = lease.wanted.block_tables, lease.num_ready
+        tables, num_ready = lease.request.block_tables, lease.num_ready
         if isinstance(write, PackedWrite):
             yield from write.grown(tables, num_ready)
             return

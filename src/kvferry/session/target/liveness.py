@@ -35,9 +35,9 @@ class Liveness:
         self._last_sent = 0.0
         self.queued: dict[Reference, tuple[HoldRequest, float]] = {}
 
-    def hold(self, wanted: HoldRequest, now: float) -> None:
+    def hold(self, request: HoldRequest, now: float) -> None:
         """Keep the lease of a queued request alive for at most `hold_s`. A repeated request changes nothing."""
-        self.queued.setdefault(wanted.reference, (wanted, now + self._timing.hold_s))
+        self.queued.setdefault(request.reference, (request, now + self._timing.hold_s))
 
     def fetched(self, reference: Reference) -> None:
         """From now on its fetch renews a lease, or nobody does. Unknown references are ignored."""
@@ -81,7 +81,7 @@ class Liveness:
         for fetch in self._fetches.values():
             for key, read in fetch.reads.items():
                 if read.state in LEASED:
-                    yield key, fetch.wanted.reference.lease_id
+                    yield key, fetch.request.reference.lease_id
 
     def _held(self) -> Iterator[tuple[PeerKey, str]]:
         for reference, (held, _) in self.queued.items():
@@ -95,7 +95,7 @@ class Liveness:
         for fetch in self._fetches.values():
             for key in fetch.peers:
                 if not fetch.reads and not fetch.failed and key in self._peers and self._peers[key].offer is not None:
-                    yield key, fetch.wanted.reference.lease_id
+                    yield key, fetch.request.reference.lease_id
 
 
 def _lost(key: PeerKey, what: str, hint: str = "") -> PeerLost:

@@ -59,11 +59,11 @@ class PendingAborts:
     def __len__(self) -> int:
         return len(self._open)
 
-    def send(self, wanted: FetchRequest, key: PeerKey, is_exposed: bool, now: float) -> Iterator[c.Send]:
+    def send(self, request: FetchRequest, key: PeerKey, is_exposed: bool, now: float) -> Iterator[c.Send]:
         """Tell a source that its blocks are not wanted any more; one that has been lost only if it may still write."""
         if is_exposed or key in self._peers:
-            abort = Abort(self._ours, wanted.claim_id, wanted.reference.lease_id)
-            self._open[ReadKey(wanted.claim_id, key)] = _PendingAbort(abort, now, now, is_exposed)
+            abort = Abort(self._ours, request.claim_id, request.reference.lease_id)
+            self._open[ReadKey(request.claim_id, key)] = _PendingAbort(abort, now, now, is_exposed)
             yield c.Send(key, abort)
 
     def awaits(self, peer: PeerKey) -> bool:
@@ -128,7 +128,7 @@ class Quarantine:
         """End a fetch: tell the engine, tell every source, and keep the blocks until nothing can write to them."""
         fetch.failed = True
         yield c.Count("fetches_failed", error.reason)
-        yield c.FetchFailed(fetch.wanted.request_id, error)
+        yield c.FetchFailed(fetch.request.request_id, error)
         for key, read in fetch.reads.items():
             if read.state is ReadState.MOVING and Direction.READ in read.movers:
                 yield c.Cancel(fetch.key(key))
@@ -143,7 +143,7 @@ class Quarantine:
                 read.ended(Direction.READ)
         for key in fetch.peers:
             is_exposed = key in fetch.reads and fetch.reads[key].is_exposed
-            yield from self._aborts.send(fetch.wanted, key, is_exposed, now)
+            yield from self._aborts.send(fetch.request, key, is_exposed, now)
         for key in [key for key, read in fetch.reads.items() if read.strategy.is_staged]:
             yield from self.drained(fetch.key(key))
         yield from self.free_when_drained(fetch)
@@ -160,9 +160,9 @@ class Quarantine:
 
     def free_when_drained(self, fetch: Fetch) -> Iterator[c.Command]:
         """Give the blocks of a failed fetch back when no ticket of it is open."""
-        if not fetch.has_open_tickets and self._fetches.get(fetch.wanted.claim_id) is fetch:
-            del self._fetches[fetch.wanted.claim_id]
-            yield c.BlocksReleased(fetch.wanted.request_id)
+        if not fetch.has_open_tickets and self._fetches.get(fetch.request.claim_id) is fetch:
+            del self._fetches[fetch.request.claim_id]
+            yield c.BlocksReleased(fetch.request.request_id)
 
     def end_acknowledged(self, now: float) -> Iterator[c.Command]:
         """End the quarantine that waited for a source which has acknowledged, or which cannot write any more."""

@@ -16,8 +16,7 @@ from kvferry.session import events as e
 from kvferry.session.commands import Command, Count, Disconnect
 from kvferry.session.keys import PeerKey, ReadKey, SlotKey, peers_of
 from kvferry.session.target.liveness import Liveness
-from kvferry.session.target.peers.handshakes import Handshakes, PeerLost, PeerReady
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import Handshakes, PeerLost, PeerReady, TargetIdentity
 from kvferry.session.target.peers.peer import Peer, PeerState
 from kvferry.session.target.quarantine import PendingAborts, Quarantine
 from kvferry.session.target.reads import fetch as f
@@ -54,7 +53,7 @@ class TargetSession:
             e.TicketEnded: self._ticket_ended,
             e.Acquired: self._reads.staged.acquired,
             e.Staged: self._staged,
-            e.Digested: self._reads.digested,
+            e.Digested: self._reads.verifier.digested,
             e.Tick: self._tick,
         }
         self._answers: dict[type, Callable[..., Iterator[Step]]] = {
@@ -65,7 +64,7 @@ class TargetSession:
             m.Packed: self._packed,
             m.Queued: self._reads.queued,
             m.Written: self._reads.written,
-            m.Valid: self._reads.valid,
+            m.Valid: self._reads.verifier.valid,
             m.Renewed: self._renewed,
             m.Refusal: self._refused,
         }
@@ -95,7 +94,7 @@ class TargetSession:
     def written_ids(self) -> frozenset[str]:
         """Requests to whose blocks a source may be writing, for all we know. Staging memory is nobody's block."""
         return frozenset(
-            fetch.wanted.request_id
+            fetch.request.request_id
             for fetch in self._fetches.values()
             if any(read.is_exposed and not read.strategy.is_staged for read in fetch.reads.values())
         )
@@ -140,7 +139,7 @@ class TargetSession:
 
     def _abort(self, event: e.AbortRequest, now: float) -> Iterator[Step]:
         for fetch in list(self._fetches.values()):
-            if fetch.wanted.request_id == event.request_id and not fetch.failed:
+            if fetch.request.request_id == event.request_id and not fetch.failed:
                 yield f.FetchBroken(fetch, TransferError(Reason.ABORTED, "the request was aborted"))
 
     def _claim_what_waits(self, key: PeerKey, now: float) -> Iterator[Step]:
@@ -193,7 +192,7 @@ class TargetSession:
             refusal.reason, f"the source refused: {refusal.what}", found=refusal.found, expected=refusal.expected
         )
         if refusal.claim_id:
-            for fetch, _ in self._reads.of(peer.key, refusal.claim_id, *f.WAITING):
+            for fetch, _ in f.reads_of(self._fetches, peer.key, refusal.claim_id, *f.WAITING):
                 yield f.FetchBroken(fetch, error)
         elif refusal.reason == Reason.UNREACHABLE and peer.machine.allows("refused"):
             yield from self._peers.not_reached(peer, refusal.reason)
@@ -204,7 +203,7 @@ class TargetSession:
         error = TransferError(Reason.EXPIRED, "the lease expired before the transfer was complete")
         for fetch in list(self._fetches.values()):
             reading = peer.key in fetch.reads and fetch.reads[peer.key].state is f.ReadState.MOVING
-            if reading and fetch.wanted.reference.lease_id in renewed.gone:
+            if reading and fetch.request.reference.lease_id in renewed.gone:
                 yield f.FetchBroken(fetch, error)
 
     # --- time, and the end of peers ---

@@ -87,8 +87,8 @@ class ByRequest(SourceSession):
             reference = event.message.reference
             lease = self._leases.of_request(reference.request_id)
             if lease is not None:
-                self._meant[event.message.claim_id] = lease.wanted.lease_id
-                meant = structs.replace(reference, lease_id=lease.wanted.lease_id)
+                self._meant[event.message.claim_id] = lease.request.lease_id
+                meant = structs.replace(reference, lease_id=lease.request.lease_id)
                 event = replace(event, message=structs.replace(event.message, reference=meant))
         if isinstance(event, FrameArrived) and isinstance(event.message, Landed):
             lease_id = self._meant.get(event.message.claim_id, event.message.lease_id)
@@ -104,7 +104,7 @@ class ByLease(SourceSession):
             reference = event.message.reference
             lease = self._leases.get(reference.lease_id)
             if lease is not None:
-                meant = structs.replace(reference, request_id=lease.wanted.request_id)
+                meant = structs.replace(reference, request_id=lease.request.request_id)
                 event = replace(event, message=structs.replace(event.message, reference=meant))
         return super().handle(event, now)
 
@@ -116,7 +116,7 @@ class AnyCount(SourceSession):
         if isinstance(event, FrameArrived) and isinstance(event.message, Claim):
             lease = self._leases.get(event.message.reference.lease_id)
             if lease is not None and event.message.num_tokens:
-                message = structs.replace(event.message, num_tokens=lease.wanted.num_tokens)
+                message = structs.replace(event.message, num_tokens=lease.request.num_tokens)
                 event = replace(event, message=message)
         return super().handle(event, now)
 
@@ -142,7 +142,7 @@ class TwiceFreed(SourceSession):
             lease = self._leases.get(event.message.lease_id)
             freed = any(isinstance(command, LeaseEnded) for command in commands)
             if lease is not None and not lease.live and not freed:
-                commands.append(LeaseEnded(lease.wanted.request_id, "done"))
+                commands.append(LeaseEnded(lease.request.request_id, "done"))
         return commands
 
 

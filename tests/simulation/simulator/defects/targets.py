@@ -9,7 +9,7 @@ from msgspec import structs
 from kvferry.session.commands import BlocksReleased, Command, Count, Fetched, FetchFailed, Send
 from kvferry.session.events import AnswerArrived, Digested, TicketEnded
 from kvferry.session.keys import ReadKey
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.session import TargetEvent, TargetSession
 from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import Landed, Offer, Party, Renew, Valid, Welcome
@@ -36,7 +36,7 @@ class NoWord(TargetSession):
         for command in [each for each in commands if isinstance(each, FetchFailed)]:
             fetch = self._fetches.get(attempt_of(command.request_id))
             if fetch is not None and any(read.is_exposed for read in fetch.reads.values()):
-                del self._fetches[fetch.wanted.claim_id]
+                del self._fetches[fetch.request.claim_id]
                 commands.append(BlocksReleased(command.request_id))
         return commands
 

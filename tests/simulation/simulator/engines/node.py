@@ -15,7 +15,7 @@ from kvferry.session import events as e
 from kvferry.session import keys as k
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceEvent
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.session.target.session import TargetEvent
 from kvferry.wire.codec import decode

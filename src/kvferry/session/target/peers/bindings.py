@@ -43,12 +43,12 @@ class Binding:
         """What is said of how a fetch was verified."""
         return "unreadable" if self.unreadable and policy is not DigestPolicy.OFF else str(policy)
 
-    def subject(self, peer: PeerKey, wanted: FetchRequest, policy: DigestPolicy) -> Subject:
+    def subject(self, peer: PeerKey, request: FetchRequest, policy: DigestPolicy) -> Subject:
         """What is digested of one read. Raises LayoutError when that falls into too many parts."""
-        seed = seed_of(f"{wanted.reference.lease_id}/{wanted.request_id}")
+        seed = seed_of(f"{request.reference.lease_id}/{request.request_id}")
         # Without tokens nothing has been read, no state of fixed size either.
-        is_empty = self.unreadable or not wanted.num_tokens
-        return NOTHING if is_empty else subject_of(self.templates[peer], wanted.ranges, policy, seed)
+        is_empty = self.unreadable or not request.num_tokens
+        return NOTHING if is_empty else subject_of(self.templates[peer], request.ranges, policy, seed)
 
     def readers_of(self, peer: PeerKey) -> tuple[int, ...]:
         """All ranks of the target engine that read a source rank: its lease waits for exactly these."""

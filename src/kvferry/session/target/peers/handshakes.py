@@ -9,17 +9,43 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvferry.errors import TransferError
-from kvferry.plan.description.layout import fingerprint
+from kvferry.plan.description.layout import Layout, fingerprint
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import CheckLiveness, Command, Connect, Count, Send
 from kvferry.session.events import PeerConnected, PeerUnreachable
 from kvferry.session.keys import PeerKey
 from kvferry.session.state_machine import StateMachine
-from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.peers.peer import PEER_TABLE, CanWrite, Peer, PeerState
+from kvferry.session.target.read_strategy import NO_STAGING, StagingPolicy
 from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 from kvferry.wire.messages import Reason
+
+NO_PROBE = m.Probe(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetIdentity:
+    """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them.
+
+    `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes, and
+    `staging` whether they may go through staging memory. For sources that write are `transports`, `probe` and
+    `staging_descriptor`, which is what a process of this host needs to attach our staging memory, empty where none can.
+    With `may_turn` a source to which reading turns out to be far slower than writing writes instead, and one that can
+    write while we read writes a share.
+    """
+
+    party: m.Party
+    product_version: str
+    layouts: tuple[Layout, ...]
+    digest: DigestPolicy = DigestPolicy.OFF
+    direction: Direction = Direction.READ
+    transports: tuple[m.TransportOffer, ...] = ()
+    probe: m.Probe = NO_PROBE
+    staging_descriptor: bytes = b""
+    staging: StagingPolicy = NO_STAGING
+    may_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,11 +169,12 @@ class Fetch:
     """One wanted cache. `reads` is empty until every source rank has been met and the route is known.
 
     `posted_at` is when the first source granted its claim, `landed_at` when the last bytes were there.
+    `verified` says by what digest.
 
     A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.
     """
 
-    wanted: FetchRequest
+    request: FetchRequest
     peers: tuple[PeerKey, ...]
     began: float
     failed: bool = False
@@ -181,12 +182,13 @@ class Fetch:
     claimed_at: float = 0.0
     posted_at: float = 0.0
     landed_at: float = 0.0
+    verified: str = "off"
 
     def start_reads(self, modes: dict[PeerKey, TransferMode], subjects: dict[PeerKey, Subject], now: float) -> None:
         """One read per source rank that holds something we need."""
         self.claimed_at = now
         for peer, mode in modes.items():
-            self.reads[peer] = Read.started(f"read of {self.wanted.request_id} from {peer}", mode, subjects[peer], now)
+            self.reads[peer] = Read.started(f"read of {self.request.request_id} from {peer}", mode, subjects[peer], now)
 
     def granted(self, read: Read, now: float) -> None:
         """One of its sources has granted its claim, or has moved the bytes."""
@@ -195,7 +197,7 @@ class Fetch:
 
     def key(self, peer: PeerKey) -> ReadKey:
         """The name of the read from a peer."""
-        return ReadKey(self.wanted.claim_id, peer)
+        return ReadKey(self.request.claim_id, peer)
 
     def all_in(self, *states: ReadState) -> bool:
         """Whether the reads have begun and each is in one of these states."""
@@ -219,10 +221,10 @@ class Fetch:
             return (TransferError(Reason.DEADLINE, f"the read took longer than {timing.transfer_s:g} s"),)
         return ()
 
-    def report(self, transport: str, choice: str, verified: str, now: float) -> FetchReport:
+    def report(self, transport: str, choice: str, now: float) -> FetchReport:
         """The finished fetch in figures."""
         return FetchReport(
-            tokens=max(map(len, self.wanted.ranges), default=0),
+            tokens=max(map(len, self.request.ranges), default=0),
             num_bytes=sum(read.num_bytes for read in self.reads.values()),
             num_rows=sum(read.num_rows for read in self.reads.values()),
             transport=transport,
@@ -234,13 +236,21 @@ class Fetch:
                 "wire": self.landed_at - self.posted_at,
                 "verify": now - self.landed_at,
             },
-            verified=verified,
+            verified=self.verified,
         )
 
 
 def is_needed(peer: PeerKey, fetches: Mapping[str, Fetch]) -> bool:
     """Whether a read needs this source to be alive."""
     return any(fetch.reads[peer].state in WAITING for fetch in fetches.values() if peer in fetch.reads)
+
+
+def reads_of(fetches: Mapping[str, Fetch], key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
+    """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""
+    fetch = fetches.get(claim_id)
+    if fetch is None or key not in fetch.reads or fetch.reads[key].state not in states:
+        return []
+    return [(fetch, fetch.reads[key])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,19 +17,27 @@ from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables
 from kvferry.plan.strategy.calibration import Costs
 from kvferry.plan.strategy.strategies import Side
 from kvferry.session.commands import Fetched, Post, Send
-from kvferry.session.events import Digested, FetchRequest
-from kvferry.session.keys import PeerKey, ReadKey, SlotKey
+from kvferry.session.events import FetchRequest
+from kvferry.session.keys import PeerKey, SlotKey
 from kvferry.session.refusals import as_transfer_error
 from kvferry.session.target.peers.bindings import Binding, Bindings
-from kvferry.session.target.peers.handshakes import Handshakes
-from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.handshakes import Handshakes, TargetIdentity
 from kvferry.session.target.peers.peer import CanWrite, Peer
 from kvferry.session.target.read_strategy import TransferMode, beside
-from kvferry.session.target.reads.fetch import ASKING, UNGRANTED, Fetch, FetchBroken, Read, ReadState, Step, is_needed
+from kvferry.session.target.reads.fetch import (
+    ASKING,
+    UNGRANTED,
+    Fetch,
+    FetchBroken,
+    ReadState,
+    Step,
+    is_needed,
+    reads_of,
+)
 from kvferry.session.target.reads.staged_reads import StagedReads
-from kvferry.session.target.reads.verification import Verifier, difference_error, digest_error, unreadable_error
+from kvferry.session.target.reads.verification import Verifier, unreadable_error
 from kvferry.session.timeouts import Timing
-from kvferry.wire.messages import Claim, Grant, Packed, Queued, Reason, Valid, Written
+from kvferry.wire.messages import Claim, Grant, Packed, Queued, Reason, Written
 
 
 class Reads:
@@ -42,9 +50,9 @@ class Reads:
         self._fetches = fetches
         self._staging = ours.staging
         self._may_share = ours.may_turn
-        self.staged = StagedReads(ours.party, fetches, self._landed)
-        self._verifier = Verifier(ours.party, ours.layouts[ours.party.rank], ours.digest)
         self.bindings = Bindings(ours.layouts, ours.party.rank)
+        self.verifier = Verifier(ours, peers, fetches)
+        self.staged = StagedReads(ours.party, fetches, self.verifier.landed)
 
     def claim_when_ready(self, fetch: Fetch, now: float) -> Iterator[Step]:
         """Once all sources of a fetch have been met, claim from those that have something for us."""
@@ -52,7 +60,7 @@ class Reads:
             return
         try:
             binding = self._binding(fetch)
-            modes = {key: self._mode_for(fetch.wanted, self._peers[key], binding) for key in binding.programs}
+            modes = {key: self._mode_for(fetch.request, self._peers[key], binding) for key in binding.programs}
             offering = [self._peers[key] for key, mode in modes.items() if _needs_offer(self._peers[key], mode)]
             for peer in offering:
                 yield from self._peers.offer_memory(peer, now)
@@ -67,7 +75,7 @@ class Reads:
             binding = self.bindings.to(fetch.peers, self._peers)
         except FerryError as error:
             raise TransferError(Reason.INCOMPATIBLE, str(error)) from error
-        if binding.unreadable and self._verifier.policy is DigestPolicy.FULL:
+        if binding.unreadable and self.verifier.policy is DigestPolicy.FULL:
             raise unreadable_error(binding.unreadable)
         return binding
 
@@ -76,7 +84,8 @@ class Reads:
             if not is_needed(key, self._fetches):
                 # It had no reason to send anything until now: its silence counts from here.
                 self._peers[key].last_heard = now
-        fetch.start_reads(modes, self._verifier.subjects(fetch.wanted, binding), now)
+        fetch.start_reads(modes, self.verifier.subjects(fetch.request, binding), now)
+        fetch.verified = binding.verified_by(self.verifier.policy)
         for key in binding.programs:
             yield Send(key, self._claim_of(fetch, key))
         for key in fetch.peers:
@@ -85,17 +94,16 @@ class Reads:
         if not fetch.reads:
             # Other ranks of our engine read everything, and tell the sources.
             fetch.posted_at = fetch.landed_at = now
-            del self._fetches[fetch.wanted.claim_id]
-            verified = binding.verified_by(self._verifier.policy)
-            yield Fetched(fetch.wanted.request_id, fetch.report("", "", verified, now))
+            del self._fetches[fetch.request.claim_id]
+            yield Fetched(fetch.request.request_id, fetch.report("", "", now))
 
-    def _mode_for(self, wanted: FetchRequest, peer: Peer, binding: Binding) -> TransferMode:
+    def _mode_for(self, request: FetchRequest, peer: Peer, binding: Binding) -> TransferMode:
         """Who moves the bytes from one source, and how. Raises TransferError when it cannot be as it has to be."""
         mode = TransferMode(peer.direction)
-        if wanted.num_tokens:
+        if request.num_tokens:
             costs = _costs(peer, binding, may_share=self._may_share and peer.can_write is not CanWrite.NO)
-            mode = self._staging.before_claim(binding.programs[peer.key], wanted.ranges, costs, peer.direction)
-        if wanted.num_tokens and peer.is_staged:
+            mode = self._staging.before_claim(binding.programs[peer.key], request.ranges, costs, peer.direction)
+        if request.num_tokens and peer.is_staged:
             mode = self._staging.packing_only(str(peer.key))
         if mode.strategy.source_gathers and peer.can_write is CanWrite.NO:
             self._staging.check_without_packing(str(peer.key))
@@ -104,12 +112,12 @@ class Reads:
 
     def _claim_of(self, fetch: Fetch, key: PeerKey) -> Claim:
         """A source that writes has to know where; one that packs, how large the slots are."""
-        wanted, read, mode = fetch.wanted, fetch.reads[key], fetch.reads[key].mode
+        request, read, mode = fetch.request, fetch.reads[key], fetch.reads[key].mode
         readers = self.bindings.to(fetch.peers, self._peers).readers_of(key)
-        names = self._ours, wanted.claim_id, wanted.reference
-        claim = Claim(*names, wanted.num_tokens, readers, subject=read.subject, prompt=wanted.prompt)
+        names = self._ours, request.claim_id, request.reference
+        claim = Claim(*names, request.num_tokens, readers, subject=read.subject, prompt=request.prompt)
         if mode.direction is Direction.WRITE or mode.read_from:
-            where = {"block_tables": wanted.block_tables, "ranges": wanted.ranges}
+            where = {"block_tables": request.block_tables, "ranges": request.ranges}
             claim = structs.replace(claim, direction=mode.direction, read_from=mode.read_from, **where)
         if mode.strategy.source_gathers:
             claim = structs.replace(claim, strategy=mode.strategy, slot_bytes=self._slot_bytes(key))
@@ -122,7 +130,7 @@ class Reads:
 
     def grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
         """A source lets us read, or has begun to write. While it packs, a repeated grant says that more is computed."""
-        for fetch, read in self.of(peer.key, grant.claim_id, ReadState.CLAIMING, ReadState.EXPOSED):
+        for fetch, read in reads_of(self._fetches, peer.key, grant.claim_id, *UNGRANTED):
             if read.strategy.source_gathers:
                 fetch.granted(read, now)
                 read.machine.move("granted")
@@ -134,7 +142,7 @@ class Reads:
                 read.machine.move("granted")
                 fetch.granted(read, now)
             return
-        for fetch, read in self.of(peer.key, grant.claim_id, ReadState.MOVING):
+        for fetch, read in reads_of(self._fetches, peer.key, grant.claim_id, ReadState.MOVING):
             if read.is_behind:
                 # Its source is alive and still computes.
                 read.moved_at = now
@@ -142,13 +150,13 @@ class Reads:
 
     def _post(self, fetch: Fetch, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
         binding = self.bindings.to(fetch.peers, self._peers)
-        wanted, read, costs = fetch.wanted, fetch.reads[peer.key], _costs(peer, binding, may_share=False)
+        request, read, costs = fetch.request, fetch.reads[peer.key], _costs(peer, binding, may_share=False)
         try:
             # Without tokens nothing is read, no state of fixed size either: the source only has to be told.
             copies = NOTHING
-            if wanted.num_tokens:
-                tables, (_, ours) = (grant.block_tables, wanted.block_tables), parted(read.mode.read_from)
-                copies = copies_for(binding.programs[peer.key], *tables, wanted.ranges, ours)
+            if request.num_tokens:
+                tables, (_, ours) = (grant.block_tables, request.block_tables), parted(read.mode.read_from)
+                copies = copies_for(binding.programs[peer.key], *tables, request.ranges, ours)
         except RequestError as error:
             yield FetchBroken(fetch, as_transfer_error(error))
             return
@@ -172,22 +180,23 @@ class Reads:
     def _plan_of(self, fetch: Fetch, key: PeerKey, source_tables: BlockTables = ()) -> SlotPlan:
         """How a read is cut into slots. Where it is packed, its blocks are the source's business, and some may not be
         computed yet."""
-        binding, wanted, strategy = self.bindings.to(fetch.peers, self._peers), fetch.wanted, fetch.reads[key].strategy
+        binding, request = self.bindings.to(fetch.peers, self._peers), fetch.request
+        strategy = fetch.reads[key].strategy
         if strategy.source_gathers:
-            source_tables = any_tables(binding.layouts[key], wanted.num_tokens)
-        request = StagedRequest(
+            source_tables = any_tables(binding.layouts[key], request.num_tokens)
+        staged = StagedRequest(
             binding.programs[key],
             source_tables,
-            wanted.block_tables,
-            wanted.ranges,
+            request.block_tables,
+            request.ranges,
             strategy,
             self._slot_bytes(key) if strategy.source_gathers else self._staging.slot_bytes,
         )
-        return SlotPlan(request, Side.TARGET)
+        return SlotPlan(staged, Side.TARGET)
 
     def packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step]:
         """The source has written a slot. This is ignored for slots that we fill ourselves."""
-        for fetch, read in self.of(peer.key, packed.claim_id, ReadState.MOVING, ReadState.DRAINING):
+        for fetch, read in reads_of(self._fetches, peer.key, packed.claim_id, ReadState.MOVING, ReadState.DRAINING):
             if read.strategy.source_gathers:
                 key = SlotKey(fetch.key(peer.key), packed.stretch, packed.number)
                 yield from self.staged.packed(key, packed, now)
@@ -195,7 +204,9 @@ class Reads:
     def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
         """The source is alive and will continue later. A read that holds slots, which others want, waits for that only
         `hold_s` long."""
-        for _, read in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING):
+        for _, read in reads_of(
+            self._fetches, peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING
+        ):
             if not read.pipeline:
                 read.moved_at = now
             elif now - read.got_on_at < self._timing.hold_s:
@@ -204,67 +215,21 @@ class Reads:
 
     def written(self, peer: Peer, written: Written, now: float) -> Iterator[Step]:
         """The source's own ticket has ended well. For packed reads it says so slot by slot instead."""
-        for fetch, read in self.of(peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
+        for fetch, read in reads_of(self._fetches, peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
             if read.is_exposed and not read.strategy.is_staged:
                 read.num_bytes += written.num_bytes
                 read.num_rows += written.num_rows
                 fetch.granted(read, now)
                 read.ended(Direction.WRITE)
                 if not read.movers:
-                    yield from self._landed(fetch, peer.key, now)
+                    yield from self.verifier.landed(fetch, peer.key, now)
 
     def ticket_ended(self, fetch: Fetch, key: PeerKey, error: str, now: float) -> Iterator[Step]:
         """A ticket of ours."""
         if error:
             yield FetchBroken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
         elif not fetch.reads[key].movers:
-            yield from self._landed(fetch, key, now)
-
-    def _landed(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Step]:
-        fetch.landed_at = fetch.reads[key].last_sent = now
-        try:
-            yield from self._verifier.ask(fetch, key)
-        except TransferError as error:
-            yield FetchBroken(fetch, error)
-        yield from self._compare(fetch, key, now)
-
-    def digested(self, event: Digested, now: float) -> Iterator[Step]:
-        """Our own digest is there."""
-        fetch = self._fetches.get(event.key.claim_id) if isinstance(event.key, ReadKey) else None
-        if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
-            return
-        read = fetch.reads[event.key.peer]
-        if not read.is_digesting:
-            return
-        if event.error:
-            yield FetchBroken(fetch, digest_error(event.error))
-            return
-        read.ours = event.values
-        read.machine.move("digested")
-        yield from self._compare(fetch, event.key.peer, now)
-
-    def valid(self, peer: Peer, valid: Valid, now: float) -> Iterator[Step]:
-        """The source confirms that the lease was live, and sends its digests."""
-        for fetch, read in self.of(peer.key, valid.claim_id, *ASKING, ReadState.EXPOSED, ReadState.MOVING):
-            if read.state in ASKING:
-                read.theirs = valid.digests
-                read.machine.move("valid")
-                yield from self._compare(fetch, peer.key, now)
-            elif read.direction is Direction.WRITE:
-                read.theirs, read.is_confirmed = valid.digests, True
-
-    def _compare(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Step]:
-        """Once both digests are there: the bytes of this read are the source's own, or the fetch fails."""
-        read = fetch.reads[key]
-        if read.state is not ReadState.VALID:
-            return
-        for error in difference_error(key, read):
-            yield FetchBroken(fetch, error)
-        if fetch.all_in(ReadState.VALID):
-            peer, binding = self._peers[key], self.bindings.to(fetch.peers, self._peers)
-            del self._fetches[fetch.wanted.claim_id]
-            verified = binding.verified_by(self._verifier.policy)
-            yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, verified, now))
+            yield from self.verifier.landed(fetch, key, now)
 
     def _prepare(self, fetch: Fetch) -> None:
         """Plan slots and digests while answers are awaited. Errors are reported when the plans are used."""
@@ -276,14 +241,7 @@ class Reads:
                 if read.strategy.source_gathers:
                     read.plans = (self._plan_of(fetch, key),)
                     read.plans[0].slots(0)
-                self._verifier.prepare(fetch, key)
-
-    def of(self, key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
-        """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""
-        fetch = self._fetches.get(claim_id)
-        if fetch is None or key not in fetch.reads or fetch.reads[key].state not in states:
-            return []
-        return [(fetch, fetch.reads[key])]
+                self.verifier.prepare(fetch, key)
 
     def retry(self, fetch: Fetch, now: float) -> Iterator[Step]:
         """Repeat what was not answered, end what takes too long, and plan what comes next."""
@@ -301,7 +259,7 @@ class Reads:
                 # A source that writes answers a repeated claim with its progress.
                 yield Send(key, self._claim_of(fetch, key))
             elif read.state in ASKING:
-                yield Send(key, self._verifier.landed_of(fetch))
+                yield Send(key, self.verifier.landed_of(fetch))
 
 
 def _costs(peer: Peer, binding: Binding, *, may_share: bool) -> Costs:

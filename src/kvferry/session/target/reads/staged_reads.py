@@ -30,7 +30,7 @@ class StagedReads:
     def begin(self, fetch: Fetch, key: PeerKey, plan: SlotPlan, grant: Grant, now: float) -> Iterator[Step]:
         """A source has granted a claim."""
         read = fetch.reads[key]
-        names = fetch.wanted.reference.lease_id, self._ours
+        names = fetch.request.reference.lease_id, self._ours
         pipeline = SlotPipeline(fetch.key(key), plan, read.strategy, names, grant.num_missing_tokens)
         read.pipeline = (pipeline,)
         yield from self._on(fetch, key, pipeline.go_on(), now)

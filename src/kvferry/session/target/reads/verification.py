@@ -5,35 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvferry.errors import MAX_LISTED, FerryError, TransferError
-from kvferry.plan.description.layout import Layout
 from kvferry.plan.digests.extractor import Extractor
-from kvferry.plan.digests.subject import DigestPolicy, Subject
+from kvferry.plan.digests.subject import Subject
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.commands import Command, Digest, Send
-from kvferry.session.events import FetchRequest
-from kvferry.session.keys import PeerKey
+from kvferry.session.commands import Digest, Fetched, Send
+from kvferry.session.events import Digested, FetchRequest
+from kvferry.session.keys import PeerKey, ReadKey
 from kvferry.session.target.peers.bindings import Binding
-from kvferry.session.target.reads.fetch import Fetch, Read
-from kvferry.wire.messages import Landed, Party, Reason
+from kvferry.session.target.peers.handshakes import Handshakes, TargetIdentity
+from kvferry.session.target.peers.peer import Peer
+from kvferry.session.target.reads.fetch import ASKING, Fetch, FetchBroken, Read, ReadState, Step, reads_of
+from kvferry.wire.messages import Landed, Reason, Valid
 
 
 class Verifier:
-    """Asks the source to confirm what has landed, and has it digested here meanwhile."""
+    """Asks the source to confirm what has landed, has it digested here meanwhile, and compares the digests."""
 
-    def __init__(self, ours: Party, layout: Layout, policy: DigestPolicy) -> None:
-        self.policy = policy
-        self._ours = ours
-        self._extractor = Extractor(layout, "target")
+    def __init__(self, ours: TargetIdentity, peers: Handshakes, fetches: dict[str, Fetch]) -> None:
+        self.policy = ours.digest
+        self._ours = ours.party
+        self._peers = peers
+        self._fetches = fetches
+        self._extractor = Extractor(ours.layouts[ours.party.rank], "target")
 
     def landed_of(self, fetch: Fetch) -> Landed:
         """The question whether what has landed is valid."""
-        wanted = fetch.wanted
-        return Landed(self._ours, wanted.claim_id, wanted.reference.lease_id)
+        request = fetch.request
+        return Landed(self._ours, request.claim_id, request.reference.lease_id)
 
-    def subjects(self, wanted: FetchRequest, binding: Binding) -> dict[PeerKey, Subject]:
+    def subjects(self, request: FetchRequest, binding: Binding) -> dict[PeerKey, Subject]:
         """What is to be digested of each read. Raises TransferError when it cannot be described."""
         try:
-            return {peer: binding.subject(peer, wanted, self.policy) for peer in binding.programs}
+            return {peer: binding.subject(peer, request, self.policy) for peer in binding.programs}
         except FerryError as error:
             raise digest_error(str(error)) from error
 
@@ -42,20 +45,25 @@ class Verifier:
 
         Raises TransferError when it cannot be digested.
         """
-        read, wanted = fetch.reads[peer], fetch.wanted
+        read, request = fetch.reads[peer], fetch.request
         if read.is_prepared:
             return
         try:
-            read.extracts = self._extractor.extracts(read.subject, wanted.block_tables, wanted.num_tokens)
+            read.extracts = self._extractor.extracts(read.subject, request.block_tables, request.num_tokens)
         except FerryError as error:
             raise digest_error(str(error)) from error
         read.is_prepared = True
 
-    def ask(self, fetch: Fetch, peer: PeerKey) -> Iterator[Command]:
-        """Ask whether the bytes are valid, unless the source knows by itself when to say so, and digest them meanwhile.
-        Raises what `prepare` raises."""
-        self.prepare(fetch, peer)
+    def landed(self, fetch: Fetch, peer: PeerKey, now: float) -> Iterator[Step]:
+        """All bytes of a read are in their blocks: ask whether they are valid, unless the source knows by itself when
+        to say so, and digest them meanwhile."""
         read = fetch.reads[peer]
+        fetch.landed_at = read.last_sent = now
+        try:
+            self.prepare(fetch, peer)
+        except TransferError as error:
+            yield FetchBroken(fetch, error)
+            return
         if read.direction is Direction.READ:
             yield Send(peer, self.landed_of(fetch))
         if read.extracts:
@@ -64,6 +72,45 @@ class Verifier:
             read.machine.move("digested")
         if read.is_confirmed:
             read.machine.move("valid")
+        yield from self._compare(fetch, peer, now)
+
+    def digested(self, event: Digested, now: float) -> Iterator[Step]:
+        """Our own digest is there."""
+        fetch = self._fetches.get(event.key.claim_id) if isinstance(event.key, ReadKey) else None
+        if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
+            return
+        read = fetch.reads[event.key.peer]
+        if not read.is_digesting:
+            return
+        if event.error:
+            yield FetchBroken(fetch, digest_error(event.error))
+            return
+        read.ours = event.values
+        read.machine.move("digested")
+        yield from self._compare(fetch, event.key.peer, now)
+
+    def valid(self, peer: Peer, valid: Valid, now: float) -> Iterator[Step]:
+        """The source confirms that the lease was live, and sends its digests."""
+        states = *ASKING, ReadState.EXPOSED, ReadState.MOVING
+        for fetch, read in reads_of(self._fetches, peer.key, valid.claim_id, *states):
+            if read.state in ASKING:
+                read.theirs = valid.digests
+                read.machine.move("valid")
+                yield from self._compare(fetch, peer.key, now)
+            elif read.direction is Direction.WRITE:
+                read.theirs, read.is_confirmed = valid.digests, True
+
+    def _compare(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Step]:
+        """Once both digests are there: the bytes of this read are the source's own, or the fetch fails."""
+        read = fetch.reads[key]
+        if read.state is not ReadState.VALID:
+            return
+        for error in difference_error(key, read):
+            yield FetchBroken(fetch, error)
+        if fetch.all_in(ReadState.VALID):
+            peer = self._peers[key]
+            del self._fetches[fetch.request.claim_id]
+            yield Fetched(fetch.request.request_id, fetch.report(peer.transport, peer.choice, now))
 
 
 def unreadable_error(kinds: str) -> TransferError:
