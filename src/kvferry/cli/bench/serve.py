@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -98,8 +99,8 @@ async def _run(options: BenchOptions, plans: Plans, slo: Slo) -> tuple[Target, t
     with _progress() as progress:
         for rate, planned in plans:
             words = f"{rate:g} requests/s" if math.isfinite(rate) else "load"
-            watch = Watch(progress, progress.add_task(words, total=len(planned), errors=0))
-            outcome = await run_load(target, planned, options.concurrency, options.timeout, watch.ended)
+            count = _counter(progress, progress.add_task(words, total=len(planned), errors=0))
+            outcome = await run_load(target, planned, options.concurrency, options.timeout, count)
             reports.append(report_of(outcome.records, outcome.duration_s, rate, outcome.most_open, slo))
             _warn(reports[-1])
     return target, tuple(reports)
@@ -129,25 +130,20 @@ def _warn(report: Report) -> None:
         console.say(f"warning: requests were sent up to {late_ms:.0f} ms late (p99): this machine is too slow or busy")
 
 
-class Watch:
-    """One line of the progress display."""
+def _counter(progress: Progress, task: TaskID) -> Callable[[Record], None]:
+    """Counts a request that has ended on a line of the display."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task, self._num_errors = progress, task, 0
+    def count(record: Record) -> None:
+        errors = progress.tasks[task].fields["errors"] + bool(record.error)
+        progress.update(task, advance=1, errors=errors)
 
-    def ended(self, record: Record) -> None:
-        self._num_errors += bool(record.error)
-        self._progress.update(self._task, advance=1, errors=self._num_errors)
+    return count
 
 
 def _progress() -> contextlib.AbstractContextManager[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(
-        *columns,
-        TextColumn("{task.fields[errors]} errors"),
-        console=console.stderr,
-        disable=not sys.stderr.isatty(),
-    )
+    errors = TextColumn("{task.fields[errors]} errors")
+    return Progress(*columns, errors, console=console.stderr, disable=not sys.stderr.isatty())
 
 
 def _json(options: BenchOptions, target: Target, reports: tuple[Report, ...]) -> dict[str, Any]:

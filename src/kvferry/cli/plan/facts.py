@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.cli.plan.shape import replicas_of
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.layout import Layout, Placement, State
 from kvferry.plan.description.model import CacheModel
@@ -21,6 +20,7 @@ class Side:
 
     words: str
     shape: EngineShape
+    replicas: int
     layouts: tuple[Layout, ...]
 
 
@@ -59,7 +59,7 @@ def side_facts(side: Side, names: ModelNames, pairs: Sequence[dict[str, Any]], k
     per_stage = shape.num_ranks // shape.pipeline_parallel
     return {
         "words": side.words,
-        "data_parallel": replicas_of(side.words),
+        "data_parallel": side.replicas,
         "tensor_parallel": shape.tensor_parallel,
         "pipeline_parallel": shape.pipeline_parallel,
         "context_parallel": shape.context_parallel,

@@ -118,11 +118,11 @@ def _side(name: str, words: str, options: PlanOptions, model: CacheModel, first_
 
 
 def _engine(words: str, options: PlanOptions, model: CacheModel, first_address: int) -> Side:
-    shape = shape_of(words, options.layout)
+    shape, replicas = shape_of(words, options.layout)
     _check_outer(shape.outer_axis, model)
     num_needed = _num_needed(shape, options.tokens)
     shape = replace(shape, num_blocks=2 * num_needed * max(1, len(model.groups())))
-    return Side(words, shape, describe(model, shape, first_address))
+    return Side(words, shape, replicas, describe(model, shape, first_address))
 
 
 def _check_outer(axis: str, model: CacheModel) -> None:

@@ -12,14 +12,13 @@ from kvferry.plan.description.describe import EngineShape
 NUMBERS = {
     "tp": "tensor_parallel",
     "pp": "pipeline_parallel",
+    "dp": "replicas",
     "cp": "context_parallel",
     "dcp": "decode_context_parallel",
     "run": "run_tokens",
     "block": "block_tokens",
     "kernel": "kernel_blocks",
 }
-REPLICAS = "dp"
-REPLICA_WORD = re.compile(r"(?:^|,)\s*dp\s*=\s*(\d+)")
 WORDS = {"format": "format", "outer": "outer_axis"}
 EXPECTED = (
     "tp=N, pp=N, dp=N, cp=N or dcp=N (context parallelism) with run=N, block=N, kernel=N, format=NAME, outer=AXIS and "
@@ -30,8 +29,9 @@ SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi":
 LINK = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)(B|bit|b)(?:/s|ps)")
 
 
-def shape_of(words: str, layout: str) -> EngineShape:
-    """An engine's shape from `tp=4,block=16`; `layout` is the format where the words name none.
+def shape_of(words: str, layout: str) -> tuple[EngineShape, int]:
+    """An engine's shape from `tp=4,block=16`; `layout` is the format where the words name none. And how many replicas
+    there are (`dp=`): they are engines of their own, and a plan is for one of them.
 
     Raises ConfigurationError for words that are unknown, given twice or without a number. The number of blocks stays 1.
     """
@@ -43,22 +43,14 @@ def shape_of(words: str, layout: str) -> EngineShape:
         if not name or name in changes:
             raise ConfigurationError("invalid shape of an engine", found=repr(word), expected=EXPECTED)
         changes[name] = found
-    changes.pop(REPLICAS, None)
-    return replace(shape, **changes)
-
-
-def replicas_of(words: str) -> int:
-    """`dp=` of a shape that `shape_of` has read. Replicas are engines of their own: a plan is for one of them."""
-    found = REPLICA_WORD.search(words)
-    return int(found[1]) if found else 1
+    replicas = changes.pop("replicas", 1)
+    return replace(shape, **changes), replicas
 
 
 def _change(key: str, value: str) -> tuple[str, int | str | bool]:
     """The field of a shape and its value; no name when there is none."""
     if key in NUMBERS and value.isdecimal() and len(value) < 10 and int(value):
         return NUMBERS[key], int(value)
-    if key == REPLICAS and value.isdecimal() and len(value) < 10 and int(value):
-        return REPLICAS, int(value)
     if key in WORDS and value:
         return WORDS[key], value
     if key == "pool" and value in ("shared", "separate"):
