@@ -22,10 +22,10 @@ from router_harness import (
 )
 
 from kvferry.router.fleet.circuit_breaker import BreakerTable
-from kvferry.router.fleet.failure_attribution import FailureAttribution, UnattributedFailure
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.instance_pool import KIND_BREAKER, MAX_KINDS, PAIR_BREAKER
 from kvferry.router.flow.engine_response import known_reason
+from kvferry.router.flow.outcomes import FailureAttribution, UnattributedFailure
 from kvferry.router.policy.records import Instance, RequestCost, Role
 from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.request_kind import RequestKind, kind_of

@@ -18,8 +18,8 @@ from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side, decode_anno
 from kvferry.router.config import PolicySettings, Registration, RouterConfig
 from kvferry.router.fleet.discovery import MembersFile, Registry
 from kvferry.router.fleet.engine_info import EngineInfo
-from kvferry.router.fleet.instance import INSTANCE_BREAKER, Origin, ProbeResult, Reservation
-from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool, InstanceRequest
+from kvferry.router.fleet.instance import INSTANCE_BREAKER, InstanceRequest, Origin, ProbeResult, Reservation
+from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.http.app import create_app
 from kvferry.router.http.status import readiness
 from kvferry.router.policy.records import Instance, Limits, NoInstance, RequestCost, Role, UseInstance

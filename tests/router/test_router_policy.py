@@ -7,8 +7,8 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.fleet.instance import ProbeResult, Reservation
-from kvferry.router.fleet.instance_pool import InstancePool, InstanceRequest
+from kvferry.router.fleet.instance import InstanceRequest, ProbeResult, Reservation
+from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.policy.least_work import choose
 from kvferry.router.policy.records import Instance, Load, NoInstance, Role
 from kvferry.router.telemetry.metrics import Metrics

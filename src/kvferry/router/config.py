@@ -66,11 +66,11 @@ class RouterConfig:
     """The addresses of the engines, and how long and how large anything may get.
 
     `prefill_urls` may be empty: then D serves alone; with `instances_may_join` there may be no decode instance yet.
-    `prefill_timeout_s` is for a whole prefill leg; `decode_timeout_s` ends with the first byte of the answer's body,
-    which without streaming is the whole generation. After it only silence is limited: `stall_timeout_s` between two
-    pieces. With `require_prefill` the router is not ready while no pair of instances is; with a `prefill_fallback` of
-    REFUSE it does not let a decode instance compute what a prefill instance should, either. Decode legs of prompts of
-    `early_from_tokens` and more begin with the prefill leg, where the prefill instance can do that; 0: none does.
+    `prefill_timeout_s` is for a whole prefill; `decode_timeout_s` ends with the first byte of the answer's body, which
+    without streaming is the whole generation. After it only silence is limited: `stall_timeout_s` between two pieces.
+    With `require_prefill` the router is not ready while no pair of instances is; with a `prefill_fallback` of REFUSE it
+    does not let a decode instance compute what a prefill instance should, either. Of prompts of `early_from_tokens` and
+    more, decode begins together with prefill, where the prefill instance can do that; 0: of none.
     `engine_api_key` is shown to the engines in place of what clients show; empty: theirs is passed on.
     Raises ConfigurationError.
     """
@@ -103,8 +103,7 @@ class RouterConfig:
                 expected="one or more, such as http://127.0.0.1:8200",
                 hint="prefill engines are optional; or let engines join: --members-file, --accept-registrations",
             )
-        for role, urls in ((Role.PREFILL, self.prefill_urls), (Role.DECODE, self.decode_urls)):
-            check_urls(role, urls)
+        _ = self.instances
         for name in LIMITS:
             if not (value := getattr(self, name)) > 0:
                 raise ConfigurationError(f"{name} must be positive", found=str(value), expected="a number above 0")
@@ -122,18 +121,17 @@ class RouterConfig:
     @property
     def instances(self) -> tuple[Instance, ...]:
         """All instances, prefill first, in the order given."""
-        prefill = (Instance(url.rstrip("/"), Role.PREFILL) for url in self.prefill_urls)
-        decode = (Instance(url.rstrip("/"), Role.DECODE) for url in self.decode_urls)
-        return (*prefill, *decode)
+        return (*instances_of(Role.PREFILL, self.prefill_urls), *instances_of(Role.DECODE, self.decode_urls))
 
 
-def check_urls(role: Role, urls: tuple[str, ...]) -> None:
-    seen: set[str] = set()
+def instances_of(role: Role, urls: tuple[str, ...]) -> tuple[Instance, ...]:
+    """The instances with these URLs. Raises ConfigurationError."""
+    found: dict[str, Instance] = {}
     for url in urls:
         plain = url.rstrip("/")
-        if plain in seen:
+        if plain in found:
             raise ConfigurationError(f"the same {role} instance is given twice", found=url, expected="every URL once")
-        seen.add(plain)
+        found[plain] = Instance(plain, role)
         if not _is_base_url(plain):
             raise ConfigurationError(
                 f"invalid URL of a {role} instance",
@@ -141,6 +139,7 @@ def check_urls(role: Role, urls: tuple[str, ...]) -> None:
                 expected="http://host:port, or https",
                 hint="give the server's base URL without /v1, a query or a fragment",
             )
+    return tuple(found.values())
 
 
 def _is_base_url(url: str) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.http.openai import INVALID_REQUEST, error_body
 from kvferry.http.registration import SIGNATURE, decode_announcement, reason_to_refuse
-from kvferry.router.config import RouterConfig, check_urls
+from kvferry.router.config import RouterConfig, instances_of
 from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.policy.records import Instance, Role
@@ -49,9 +49,7 @@ class Registry:
             status = 404 if refused == "closed" else 403
             return status, error_body(REFUSAL_MESSAGES[refused], INVALID_REQUEST, f"registration_{refused}", None)
         announcement = decode_announcement(body)
-        role = Role(announcement.role)
-        check_urls(role, (announcement.url,))
-        instance = Instance(announcement.url.rstrip("/"), role)
+        (instance,) = instances_of(Role(announcement.role), (announcement.url,))
         if announcement.leaving:
             return 200, {"left": self._pool.remove(instance, Origin.REGISTERED)}
         new = self._pool.add(instance, Origin.REGISTERED, self._registration.lease_s)
@@ -128,12 +126,9 @@ class MembersFile:
                 found=f"{self._path}: {os_error_text(error)}",
                 expected='{"prefill": ["http://host:port"], "decode": ["http://host:port"]}',
             ) from error
-        check_urls(Role.PREFILL, listed.prefill)
-        check_urls(Role.DECODE, listed.decode)
-        wanted = {Instance(url.rstrip("/"), Role.PREFILL) for url in listed.prefill}
-        wanted |= {Instance(url.rstrip("/"), Role.DECODE) for url in listed.decode}
-        for instance in self._listed - wanted:
+        now = {*instances_of(Role.PREFILL, listed.prefill), *instances_of(Role.DECODE, listed.decode)}
+        for instance in self._listed - now:
             self._pool.remove(instance, Origin.FILE)
-        for instance in sorted(wanted - self._listed, key=lambda one: (one.role, one.url)):
+        for instance in sorted(now - self._listed, key=lambda one: (one.role, one.url)):
             self._pool.add(instance, Origin.FILE)
-        self._listed = frozenset(wanted)
+        self._listed = frozenset(now)

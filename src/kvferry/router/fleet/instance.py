@@ -10,7 +10,7 @@ from typing import Protocol
 from kvferry.router.fleet.circuit_breaker import Breaker, BreakerSettings
 from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo
 from kvferry.router.fleet.prefill_speed import PrefillSpeed
-from kvferry.router.policy.records import Instance, Load, RequestCost
+from kvferry.router.policy.records import NO_COST, Instance, Load, RequestCost, Role
 
 INSTANCE_BREAKER = BreakerSettings(num_failures=5, open_s=5.0, max_open_s=60.0)
 # A probe that is not answered in time may have met a busy engine; one that is refused has met none.
@@ -94,6 +94,16 @@ class InstanceState:
             cached_tokens=num_cached * cost.prefix_tokens if self.info.prefix_cache else 0,
             num_partners=num_partners,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRequest:
+    """`partners` is the decode instance that a prefill instance must be able to give its cache to."""
+
+    role: Role
+    cost: RequestCost = NO_COST
+    excluded: frozenset[Instance] = frozenset()
+    partners: tuple[Instance, ...] = ()
 
 
 class Reservation:

@@ -6,23 +6,20 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from kvferry.router.config import DEFAULT_POLICY, PolicySettings
 from kvferry.router.fleet.circuit_breaker import BreakerSettings, BreakerTable, Trial
 from kvferry.router.fleet.engine_info import EngineInfo, differences
-from kvferry.router.fleet.instance import InstanceState, OpenRequests, Origin, ProbeResult, Reservation
+from kvferry.router.fleet.instance import InstanceRequest, InstanceState, OpenRequests, Origin, ProbeResult, Reservation
 from kvferry.router.fleet.prefill_speed import Mean
 from kvferry.router.policy.prefill_threshold import threshold_tokens
 from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import (
-    NO_COST,
     Instance,
     Load,
     NoInstance,
     Overloaded,
     Pair,
-    RequestCost,
     Role,
     RoutingQuery,
     SkipPrefill,
@@ -37,16 +34,6 @@ KIND_BREAKER = BreakerSettings(num_failures=5, open_s=5.0, max_open_s=60.0)
 MAX_KINDS = 256
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceRequest:
-    """`partners` is the decode instance that a prefill instance must be able to give its cache to."""
-
-    role: Role
-    cost: RequestCost = NO_COST
-    excluded: frozenset[Instance] = frozenset()
-    partners: tuple[Instance, ...] = ()
 
 
 class InstancePool:
@@ -122,8 +109,7 @@ class InstancePool:
         if state is None or state.origin is not origin:
             return False
         self._left[instance] = self._states.pop(instance)
-        self.pairs.forget(lambda pair: instance in pair)
-        self.prefixes.forget(instance)
+        self._forget_process(instance)
         self.incompatible = frozenset(pair for pair in self.incompatible if instance not in pair)
         self._metrics.forget(instance)
         logger.info("%s instance %s has left: %s", instance.role, instance.url, origin)
@@ -151,8 +137,7 @@ class InstancePool:
 
     def ready(self, role: Role) -> list[Instance]:
         """The healthy instances of a role that want requests and did not fail again and again."""
-        now = self.now
-        return [state.instance for state in self._of_role(role) if state.ready and state.can_serve(now)]
+        return [state.instance for state in self._of_role(role) if state.ready and state.can_serve(self.now)]
 
     def usable_pairs(self) -> list[Pair]:
         """Pairs of ready instances that a request can be served by now."""
@@ -216,8 +201,7 @@ class InstancePool:
             return
         if state.introduce(info):
             self.kinds.clear()
-            self.pairs.forget(lambda pair: instance in pair)
-            self.prefixes.forget(instance)
+            self._forget_process(instance)
         self.incompatible = frozenset(pair for pair in self.incompatible if instance not in pair)
         for pair, found in self._incompatible_with(instance):
             self.incompatible |= {pair}
@@ -231,7 +215,7 @@ class InstancePool:
             self._metrics.skip_threshold.set(threshold_tokens(self._last_prefill_query))
 
     def drain(self) -> None:
-        """This router has been told to end: it is not ready any more, but it answers what comes."""
+        """The router is not ready any more, but it answers what comes."""
         self.draining = True
 
     def mark_down(self, instance: Instance, reason: str) -> None:
@@ -252,16 +236,18 @@ class InstancePool:
         """A cache did not."""
         self._metrics.lost_caches.labels(*_urls(pair), reason).inc()
         if self.pairs.failed(pair, self.now, trial):
-            logger.warning(
-                "transfers from %s to %s keep failing (%s): they are not paired for a while", *_urls(pair), reason
-            )
+            message = "transfers from %s to %s keep failing (%s): they are not paired for a while"
+            logger.warning(message, *_urls(pair), reason)
 
     def kind_failed(self, kind: RequestKind, trial: Trial | None) -> None:
         """No prefill instance that was asked for such a request's cache has computed it."""
         if self.kinds.failed(kind, self.now, trial):
-            logger.warning(
-                "prefill keeps failing for requests with %s: they go to decode alone for a while", kind.words
-            )
+            message = "prefill keeps failing for requests with %s: they go to decode alone for a while"
+            logger.warning(message, kind.words)
+
+    def _forget_process(self, instance: Instance) -> None:
+        self.pairs.forget(lambda pair: instance in pair)
+        self.prefixes.forget(instance)
 
     def _of_role(self, role: Role) -> list[InstanceState]:
         return [state for state in self.states if state.instance.role is role]
@@ -305,8 +291,7 @@ class InstancePool:
         for other in self.states:
             if other.instance.role is not instance.role:
                 pair = (instance, other.instance) if instance.role is Role.PREFILL else (other.instance, instance)
-                found = differences(*(self._states[one].info for one in pair))
-                if found:
+                if found := differences(*(self._states[one].info for one in pair)):
                     yield pair, found
 
 

@@ -20,13 +20,12 @@ from kvferry.router.events import (
     Picked,
     Promised,
 )
-from kvferry.router.fleet.instance import Reservation
-from kvferry.router.fleet.instance_pool import InstanceRequest
+from kvferry.router.fleet.instance import InstanceRequest, Reservation
 from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import EarlyPrefill, PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.relay import Relay
-from kvferry.router.flow.upstream_request import Head, Timeouts, UpstreamRequest
+from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
 from kvferry.router.flow.usage import cached_tokens_of
 from kvferry.router.policy.records import Instance, Role, SkipPrefill
 from kvferry.router.request.client_request import Call
@@ -35,7 +34,7 @@ from kvferry.router.request.request_kind import kind_of
 from kvferry.router.services import Services
 from kvferry.router.telemetry.access_log import outcome_of
 from kvferry.router.telemetry.request_timing import RequestTiming
-from kvferry.router.upstream.http_client import HttpRequest
+from kvferry.router.upstream.http_client import HttpRequest, WholeResponse
 
 # P may have answered in the moment in which the client left: its answer is on its way, and keeps blocks for nobody.
 # Much longer, and P would compute in vain.
@@ -53,7 +52,7 @@ class Dispatcher:
     def __init__(self, services: Services, call: Call, client: Client) -> None:
         self.timing = RequestTiming(call.started_s)
         self.trace = services.tracing.begin(call.headers, call.request_id)
-        self.answer = (Head(0, []), b"")
+        self.answer = WholeResponse(0, [], b"")
         self._services = services
         self._call = call
         self._client = client
@@ -71,9 +70,8 @@ class Dispatcher:
         return {request.instance.role: request.instance.url for request in self._sent}
 
     @property
-    def head(self) -> Head:
-        """What the request in flight was answered."""
-        return self._sent[-1].head
+    def in_flight(self) -> UpstreamRequest:
+        return self._sent[-1]
 
     def pick(self, command: Pick) -> Event:
         """Reserve an instance."""
@@ -99,7 +97,7 @@ class Dispatcher:
         self._outcomes.sends(request.reservation, path is Path.DISAGGREGATED)
         self.timing.began(role, time.monotonic())
         event = await self._answer_to(request)
-        self.timing.answered(role, time.monotonic(), request.head.headers)
+        self.timing.answered(role, time.monotonic(), request.headers)
         self._tell(request, event)
         if role is Role.PREFILL:
             self._usage.cached_tokens = cached_tokens_of(event.body) if isinstance(event, Answered) else None
@@ -107,7 +105,7 @@ class Dispatcher:
                 self._release(Role.PREFILL)
         match event:
             case Answered():
-                self.answer = (request.head, event.body)
+                self.answer = WholeResponse(request.status, request.headers, event.body)
             case Opened():
                 self._opened(event, path, command.instance)
             case Promised():
@@ -118,7 +116,7 @@ class Dispatcher:
 
     async def relay(self, headers: Headers) -> Event:
         """Pass the opened answer on to the client."""
-        request = self._sent[-1]
+        request = self.in_flight
         observe = self._services.metrics.inter_token.labels(request.instance.url).observe
         on_tokens = partial(self.timing.piece, observe=observe, progress=request.reservation.progress)
         relay = Relay(request, self._client, self._outcomes, self._usage, on_tokens)
@@ -175,7 +173,7 @@ class Dispatcher:
             request.trace.answered(self.timing.told)
         if not isinstance(event, Promised | Opened):
             request.trace.ended(outcome_of(event))
-        self._outcomes.hears(event, request.head.headers, self.timing.handover_s)
+        self._outcomes.hears(event, request.headers, self.timing.handover_s)
 
     def _may_be_early(self, instance: Instance) -> bool:
         from_tokens = self._services.config.early_from_tokens
@@ -191,7 +189,7 @@ class Dispatcher:
         request.trace.ended(outcome_of(event))
         if reason := self._outcomes.hears_end(request.reservation, event):
             self.count(Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason))
-            self._sent[-1].give_up(PREFILL_LOST)
+            self.in_flight.give_up(PREFILL_LOST)
         self._release(Role.PREFILL)
 
     def _release(self, role: Role) -> None:

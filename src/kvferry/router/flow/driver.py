@@ -12,13 +12,12 @@ from kvferry.router.events import Began, Event
 from kvferry.router.flow.client import CLIENT_CLOSED_REQUEST, Client
 from kvferry.router.flow.dispatcher import Dispatcher
 from kvferry.router.flow.state_machine import Flow
-from kvferry.router.flow.upstream_request import Head
 from kvferry.router.request.client_request import Call
 from kvferry.router.request.headers import Headers, prefill_headers, response_headers
 from kvferry.router.services import Services
 from kvferry.router.telemetry.access_log import NO_PATH, AccessLogEntry
 from kvferry.router.telemetry.request_timing import server_timing
-from kvferry.router.upstream.http_client import HttpRequest
+from kvferry.router.upstream.http_client import HttpRequest, WholeResponse
 
 RELEASE_PATH = "/kvferry/release"
 # What counts an answer that has begun well and ended badly.
@@ -75,7 +74,7 @@ class Driver:
                 case commands.Send():
                     event = await self._dispatcher.send(command, self.flow.path)
                 case commands.Relay():
-                    event = await self._dispatcher.relay(self._response_headers(self._dispatcher.head))
+                    event = await self._relay()
                 case commands.Count():
                     self._dispatcher.count(command)
                 case commands.Release():
@@ -89,7 +88,7 @@ class Driver:
         of an app that returns amid its response."""
         match command:
             case commands.Forward():
-                await self._answer(*self._dispatcher.answer)
+                await self._answer(self._dispatcher.answer)
             case commands.Refuse():
                 await self._refuse(command)
             case commands.EndWithError():
@@ -113,17 +112,21 @@ class Driver:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if command.retry_after_s:
             headers.append((b"retry-after", str(command.retry_after_s).encode()))
-        await self._answer(Head(command.status, headers), body, tells_path=False)
+        await self._answer(WholeResponse(command.status, headers, body), tells_path=False)
 
-    async def _answer(self, head: Head, body: bytes, *, tells_path: bool = True) -> None:
-        await self._client.start(head.status, self._response_headers(head, tells_path=tells_path))
-        await self._client.finish(body)
+    async def _answer(self, answer: WholeResponse, *, tells_path: bool = True) -> None:
+        headers = self._response_headers(answer.headers, tells_path=tells_path)
+        await self._client.start(answer.status, headers)
+        await self._client.finish(answer.body)
 
-    def _response_headers(self, head: Head, *, tells_path: bool = True) -> Headers:
+    async def _relay(self) -> Event:
+        return await self._dispatcher.relay(self._response_headers(self._dispatcher.in_flight.headers))
+
+    def _response_headers(self, headers: Headers, *, tells_path: bool = True) -> Headers:
         """A refusal of the router's own came by no path."""
         timing = self._dispatcher.timing
         own = {"x-request-id": self._call.request_id}
         own |= {"x-kvferry-path": str(self.flow.path)} if tells_path else {}
         own |= {"x-kvferry-reason": self.flow.reason} if self.flow.reason else {}
-        own |= {"server-timing": server_timing(timing.phases)} if head.status and timing.decode_s else {}
-        return response_headers(head.headers, own)
+        own |= {"server-timing": server_timing(timing.phases)} if timing.decode_s else {}
+        return response_headers(headers, own)

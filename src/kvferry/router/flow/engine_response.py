@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.http.prefill_fields import Undividable
+from kvferry.router.request.lenient_json import decoded
 from kvferry.wire.messages import Reason
 
 REASONS = frozenset((*Reason, *Undividable))
@@ -34,10 +35,8 @@ class FerryParams(msgspec.Struct):
 
 def kept_cache(body: bytes) -> bytes:
     """`kv_transfer_params` of a prefill answer as it came: `null` if there is none, empty if it is no answer."""
-    try:
-        return bytes(msgspec.json.decode(body, type=PrefillAnswer).kv_transfer_params)
-    except (msgspec.DecodeError, RecursionError):
-        return b""
+    found = decoded(body, PrefillAnswer)
+    return bytes(found.kv_transfer_params) if found else b""
 
 
 def known_reason(word: str) -> str:
@@ -47,10 +46,8 @@ def known_reason(word: str) -> str:
 
 def lost_cache(body: bytes) -> str:
     """The reason why a cache did not arrive, if that is what the error object of an engine is about; else empty."""
-    try:
-        code = msgspec.json.decode(body, type=ErrorAnswer).error.code
-    except (msgspec.DecodeError, RecursionError):
-        return ""
+    found = decoded(body, ErrorAnswer)
+    code = found.error.code if found else None
     return code if isinstance(code, str) and code in frozenset(Reason) else ""
 
 
@@ -59,10 +56,10 @@ def streamed_error(piece: bytes) -> int:
     event, end, _ = piece.partition(b"\n\n")
     if not end or not event.startswith(b"data:"):
         return 0
-    try:
-        code = msgspec.json.decode(event.removeprefix(b"data:"), type=ErrorAnswer).error.code
-    except (msgspec.DecodeError, RecursionError):
+    found = decoded(event.removeprefix(b"data:"), ErrorAnswer)
+    if found is None:
         return 0
+    code = found.error.code
     return code if isinstance(code, int) and 400 <= code <= 599 else 500
 
 
@@ -81,8 +78,4 @@ def stream_failure(body: bytes) -> bytes:
 
 def can_be_released(transfer: bytes) -> bool:
     """Whether these `kv_transfer_params` are of an engine that can be told to let go: one of kvferry's."""
-    try:
-        msgspec.json.decode(transfer, type=FerryParams)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True
+    return decoded(transfer, FerryParams) is not None

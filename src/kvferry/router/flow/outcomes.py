@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from kvferry.http.prefill_fields import Undividable
 from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.fleet.circuit_breaker import Trial
-from kvferry.router.fleet.failure_attribution import FailureAttribution, UnattributedFailure
 from kvferry.router.fleet.instance import Reservation
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.flow.engine_response import known_reason, lost_cache
@@ -21,6 +23,50 @@ BLAMELESS = GONE | {INSTANCE_DOWN, TOO_LATE, PREFILL_LOST}
 # These lie in the request: with any other pair of engines it would be the same.
 OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *Undividable))
 CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
+
+
+@dataclass(frozen=True, slots=True)
+class UnattributedFailure:
+    """An instance whose request failed. `blame` says so to whoever counts, or `acquit` that it tells nothing.
+
+    `is_certain` where that needs no other's word: an answer with an error, or one that takes too long, may be about the
+    request, a broken connection hardly is.
+    """
+
+    instance: Instance
+    blame: Callable[[], None]
+    acquit: Callable[[], None]
+    is_certain: bool = False
+
+
+class FailureAttribution:
+    """Of one client's request, until it shows whether its failures follow it or stay with an instance. An instance that
+    serves it convicts those that failed before; one that fails as well acquits them all."""
+
+    def __init__(self) -> None:
+        self._open: dict[Role, list[UnattributedFailure]] = {}
+        self._acquitted: set[Role] = set()
+
+    def add(self, role: Role, suspect: UnattributedFailure) -> None:
+        """A request to an instance has failed."""
+        others = self._open.setdefault(role, [])
+        if any(other.instance != suspect.instance for other in others):
+            self._acquitted.add(role)
+        others.append(suspect)
+        if role in self._acquitted:
+            for other in others:
+                other.acquit()
+            others.clear()
+
+    def served(self, role: Role) -> None:
+        """An instance of this role has done what the others did not."""
+        for suspect in self._open.pop(role, []):
+            suspect.blame()
+
+    def end(self, role: Role) -> None:
+        """No other instance of this role will be asked."""
+        for suspect in self._open.pop(role, []):
+            (suspect.blame if suspect.is_certain else suspect.acquit)()
 
 
 class OutcomeRecorder:
@@ -49,7 +95,7 @@ class OutcomeRecorder:
         return self._pair[0].url if self._pair and self._divided else ""
 
     def may_prefill(self) -> bool:
-        """Whether a request of this kind is to have a prefill leg; asked once, a second leg is the same try."""
+        """Whether a request of this kind is to have a prefill; asked once, a second prefill is the same try."""
         pool = self._pool
         if not self._may_prefill and pool.kinds.may_begin(self._kind, pool.now):
             self._may_prefill = True

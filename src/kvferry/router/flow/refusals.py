@@ -6,11 +6,14 @@ from typing import Any
 
 from kvferry.http.openai import SERVER_ERROR, error_body
 from kvferry.router.commands import Refuse
-from kvferry.router.events import Failed
+from kvferry.router.events import PREFILL_FAILS, Failed
 from kvferry.router.policy.records import Overloaded
 
 PREFILL_UNAVAILABLE = "prefill_unavailable"
 RETRY_AFTER_S = 5
+# A policy skips prefill because the operator wants it so, such as by a threshold; but for these reasons, which mean
+# that no prefill instance can do it.
+FOR_WANT_OF_PREFILL = frozenset((PREFILL_FAILS, "ttft"))
 
 
 def refusal(status: int, code: str, message: str, reason: str, retry_after_s: int = 0) -> Refuse:

@@ -43,7 +43,7 @@ class Relay:
         """An answer that is not streamed has its usage at its end: it is kept here until then if it is short enough."""
         if not self._request.is_event_stream and self._outcomes.has_arrived and self._request.is_plain_json:
             return await self._pass_on_whole(headers, max_kept_bytes)
-        await self._client.start(self._request.head.status, headers)
+        await self._client.start(self._request.status, headers)
         if self._request.is_event_stream:
             return await self._pass_on_events()
         return await self._pass_on_rest()
@@ -61,13 +61,13 @@ class Relay:
         while len(found) <= max_kept_bytes:
             piece = await self._piece()
             if isinstance(piece, Failed):
-                await self._client.start(self._request.head.status, headers)
+                await self._client.start(self._request.status, headers)
                 await self._client.pass_on(bytes(found))
                 return piece
             found += piece
             if self._request.is_over:
                 return await self._finish_whole(bytes(found), headers)
-        await self._client.start(self._request.head.status, headers)
+        await self._client.start(self._request.status, headers)
         await self._client.pass_on(bytes(found))
         return await self._pass_on_rest()
 
@@ -75,7 +75,7 @@ class Relay:
         if tells_usage(body):
             await self._usage.wait()
         body = with_cached_tokens(body, self._usage.cached_tokens)
-        await self._client.start(self._request.head.status, with_length(headers, len(body)))
+        await self._client.start(self._request.status, with_length(headers, len(body)))
         await self._client.finish(body)
         return Ended()
 

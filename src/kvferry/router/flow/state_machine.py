@@ -35,10 +35,6 @@ from kvferry.router.policy.records import Instance, NoInstance, Overloaded, Role
 from kvferry.router.request.client_request import ClientRequest, decode_body, prefill_body
 from kvferry.wire.messages import Reason
 
-# The policy skips prefill because the operator wants it so, such as by a threshold; but for these reasons, which mean
-# that no prefill instance can do it.
-FOR_WANT_OF_PREFILL = frozenset((events.PREFILL_FAILS, "ttft"))
-
 
 class State(StrEnum):
     """What the flow waits for."""
@@ -75,7 +71,7 @@ class Flow:
         # A D that failed with another's cache: either may be at fault. It is chosen again if it is the only one.
         self._suspected: frozenset[Instance] = frozenset()
         # What P keeps for D, until D answers.
-        self._kept: tuple[bytes, ...] = ()
+        self._kept = b""
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event. Raises IllegalEventError, with the history, when the state does not allow it."""
@@ -92,8 +88,7 @@ class Flow:
     def begin(self, event: events.Began) -> list[Command]:
         """Pick D before P: a prefill that nobody can decode is wasted."""
         reason = self._request.undivided_reason
-        counts = self._fall_back(reason) if reason else []
-        return [*counts, *self._pick(Role.DECODE)]
+        return [*(self._fall_back(reason) if reason else []), *self._pick(Role.DECODE)]
 
     def take_decode(self, event: events.Picked) -> list[Command]:
         self._picked[Role.DECODE] = event.instance
@@ -115,10 +110,8 @@ class Flow:
     def take_prefill(self, event: events.Picked) -> list[Command]:
         self.state = State.PREFILLING
         self._picked[Role.PREFILL] = event.instance
-        return [
-            *self._count_retry(Role.PREFILL),
-            commands.Send(event.instance, prefill_body(self._request, event.is_early)),
-        ]
+        send = commands.Send(event.instance, prefill_body(self._request, event.is_early))
+        return [*self._count_retry(Role.PREFILL), send]
 
     def do_without_prefill(self, event: NoInstance) -> list[Command]:
         if self._overloaded:
@@ -127,7 +120,7 @@ class Flow:
         return self._decode_alone("prefill_failed" if failed else "no_prefill_instance")
 
     def skip_prefill(self, event: SkipPrefill) -> list[Command]:
-        if self._refuses and event.reason in FOR_WANT_OF_PREFILL:
+        if self._refuses and event.reason in refusals.FOR_WANT_OF_PREFILL:
             return self._refuse(event.reason)
         return [*self._fall_back(event.reason, event.detail), *self._send_decode(self._request.raw)]
 
@@ -147,11 +140,11 @@ class Flow:
             return self._lose_prefill("malformed")
         if not transfer.startswith(b"{"):
             return self._decode_alone("no_kv_transfer_params")
-        self._kept = (transfer,)
+        self._kept = transfer
         return self._send_decode(decode_body(self._request, transfer))
 
     def take_promise(self, event: events.Promised) -> list[Command]:
-        self._kept = (event.transfer,)
+        self._kept = event.transfer
         return self._send_decode(decode_body(self._request, event.transfer))
 
     def lose_prefill(self, event: events.Failed) -> list[Command]:
@@ -182,7 +175,7 @@ class Flow:
 
     def relay(self, event: events.Opened) -> list[Command]:
         self.state = State.RELAYING
-        self._kept = ()
+        self._kept = b""
         self._can_append = event.can_append
         return [commands.Relay()]
 
@@ -200,7 +193,7 @@ class Flow:
 
     def abandon(self, event: events.ClientGone) -> list[Command]:
         if event.prefill_answer:
-            self._kept = (kept_cache(event.prefill_answer),)
+            self._kept = kept_cache(event.prefill_answer)
         return [*self._release("client_left"), *self._finish(commands.Cancel())]
 
     def _pick(self, role: Role) -> list[Command]:
@@ -254,17 +247,14 @@ class Flow:
         self._last_answer = last_answer
         self._failed |= {self._picked[Role.PREFILL]}
         counts = [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *self._release("decode_failed")]
-        if self._refuses:
-            return [*counts, *self._refuse(fallback)]
-        return [*counts, *self._fall_back(fallback), *self._pick(Role.DECODE)]
+        then = self._refuse(fallback) if self._refuses else [*self._fall_back(fallback), *self._pick(Role.DECODE)]
+        return [*counts, *then]
 
     def _release(self, reason: str) -> list[Command]:
-        kept, self._kept = self._kept, ()
-        return [
-            commands.Release(self._picked[Role.PREFILL], b'{"kv_transfer_params": ' + transfer + b"}", reason)
-            for transfer in kept
-            if can_be_released(transfer)
-        ]
+        kept, self._kept = self._kept, b""
+        if not can_be_released(kept):
+            return []
+        return [commands.Release(self._picked[Role.PREFILL], b'{"kv_transfer_params": ' + kept + b"}", reason)]
 
     def _may_try_again(self, role: Role, reason: str, culprit: Instance | None = None) -> bool:
         self._failed |= {culprit or self._picked[role]}

@@ -16,21 +16,12 @@ from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services
 from kvferry.router.telemetry.tracing import UpstreamTrace
 from kvferry.router.upstream.failures import DEADLINE, FAILURES, GONE, MALFORMED, MESSAGES, RESET, STALL, reason_of
-from kvferry.router.upstream.http_client import HttpRequest
-from kvferry.router.upstream.response import HttpResponse
+from kvferry.router.upstream.http_client import HttpRequest, HttpResponse
 
 NOT_WAITING = -1.0
 END_OF_EVENT, DONE = b"\n\n", b"data: [DONE]"
 # Of a prefill stream: a reference, a token, and the end.
 MAX_STREAM_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Status and headers of an upstream's response."""
-
-    status: int
-    headers: Headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +74,14 @@ class UpstreamRequest:
         return self.reservation.instance
 
     @property
-    def head(self) -> Head:
-        """What the upstream answered; a status of 0 before it did."""
-        if self._response is None:
-            return Head(0, [])
-        return Head(self._response.status, list(self._response.headers))
+    def status(self) -> int:
+        """Of the answer; 0 before it comes."""
+        return self._response.status if self._response else 0
+
+    @property
+    def headers(self) -> Headers:
+        """Of the answer."""
+        return self._response.headers if self._response else []
 
     @property
     def is_event_stream(self) -> bool:
@@ -97,7 +91,7 @@ class UpstreamRequest:
     @property
     def is_plain_json(self) -> bool:
         """Whether the answer is one JSON value whose bytes can be read here."""
-        told = {name.lower(): value.lower() for name, value in self.head.headers}
+        told = {name.lower(): value.lower() for name, value in self.headers}
         media_type = told.get(b"content-type", b"").partition(b";")[0].strip()
         return media_type == b"application/json" and told.get(b"content-encoding", b"identity") == b"identity"
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
-USAGE, DETAILS, CACHED, CHOICES = "usage", "prompt_tokens_details", "cached_tokens", "choices"
+from kvferry.router.request.lenient_json import decoded
+
+DETAILS, CACHED = "prompt_tokens_details", "cached_tokens"
 # What an event, or a body, has that may have to be changed; inside a text the quotation marks would be escaped.
 MARK = b'"prompt_tokens"'
 # An event that is longer passes as it is.
@@ -17,14 +19,19 @@ MAX_EVENT_BYTES = 1 << 16
 UNKNOWN = None
 END_OF_EVENT = b"\n\n"
 
-TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+class UsageAndChoices(msgspec.Struct):
+    """What is looked at of an answer, or of an event, as the bytes that came."""
+
+    usage: msgspec.Raw = msgspec.Raw(b"")
+    choices: msgspec.Raw = msgspec.Raw(b"[]")
 
 
 def cached_tokens_of(body: bytes) -> int | None:
     """What a prefill engine had cached of the prompt, from its whole answer or one event; None if it does not tell."""
     if DETAILS.encode() not in body:
         return UNKNOWN
-    usage = _decoded(_usage_of(body))
+    usage = _fields(_usage_of(body))
     details = usage.get(DETAILS)
     cached = details.get(CACHED) if isinstance(details, dict) else None
     return cached if isinstance(cached, int) and not isinstance(cached, bool) and cached >= 0 else UNKNOWN
@@ -41,7 +48,7 @@ def with_cached_tokens(body: bytes, cached: int | None) -> bytes:
     if MARK not in body:
         return body
     found = _usage_of(body)
-    usage = _decoded(found)
+    usage = _fields(found)
     if not usage or (cached is UNKNOWN and usage.get(DETAILS) is None):
         return body
     details = usage.get(DETAILS)
@@ -104,23 +111,15 @@ def _changed_event(event: bytes, cached: int | None) -> bytes:
 
 
 def _has_no_choices(body: bytes) -> bool:
-    try:
-        return bytes(TOP_LEVEL.decode(body).get(CHOICES, b"[]")).strip() in (b"[]", b"null")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
+    found = decoded(body, UsageAndChoices)
+    return found is not None and bytes(found.choices).strip() in (b"[]", b"null")
 
 
 def _usage_of(body: bytes) -> bytes:
     """The bytes of an object's usage; empty if it has none."""
-    try:
-        return bytes(TOP_LEVEL.decode(body).get(USAGE, b""))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return b""
+    found = decoded(body, UsageAndChoices)
+    return bytes(found.usage) if found else b""
 
 
-def _decoded(usage: bytes) -> dict[str, Any]:
-    try:
-        found = msgspec.json.decode(usage or b"null")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _fields(usage: bytes) -> dict[str, Any]:
+    return decoded(usage, dict) or {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 
 import msgspec
@@ -76,7 +76,7 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
         *(Route(endpoint, Generate(endpoint), methods=["POST"]) for endpoint in Endpoint),
         *(Route(path, tokenizer, methods=["POST"]) for path in TokenizerPath),
         Route("/v1/models", models, methods=["GET"]),
-        Route("/v1/models/{name:path}", model, methods=["GET"]),
+        Route("/v1/models/{name:path}", models, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
@@ -185,41 +185,36 @@ async def tokenizer(http: Request) -> Response:
 
 
 async def models(http: Request) -> Response:
+    """All of them, or the one that the path names."""
+    services = http.app.state.services
     headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
-    status, body = await list_models(http.app.state.services, _target("/v1/models", http), headers)
-    return _json(status, body, {})
-
-
-async def model(http: Request) -> Response:
-    headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
-    status, body = await find_model(http.app.state.services, "/v1/models", headers, http.path_params["name"])
-    return _json(status, body, {})
+    if "name" in http.path_params:
+        return _json(*await find_model(services, "/v1/models", headers, http.path_params["name"]))
+    return _json(*await list_models(services, _target("/v1/models", http), headers))
 
 
 async def version(http: Request) -> Response:
     """Of the router: its engines may be of several."""
-    return _json(200, {"version": __version__}, {})
+    return _json(200, {"version": __version__})
 
 
 async def health(http: Request) -> Response:
-    return _json(200, {"status": "ok"}, {})
+    return _json(200, {"status": "ok"})
 
 
 async def ready(http: Request) -> Response:
-    status, body = readiness(http.app.state.pool, http.app.state.config.needs_pair)
-    return _json(status, body, {})
+    return _json(*readiness(http.app.state.pool, http.app.state.config.needs_pair))
 
 
 async def show_members(http: Request) -> Response:
-    return _json(200, status_of(http.app.state.pool), {})
+    return _json(200, status_of(http.app.state.pool))
 
 
 async def take_member(http: Request) -> Response:
     """An engine registers itself, renews that, or leaves."""
     body = await _read(http, MAX_ANNOUNCEMENT_BYTES)
     host = http.client.host if http.client else ""
-    status, answer = http.app.state.registry.take(body, dict(http.headers), host)
-    return _json(status, answer, {})
+    return _json(*http.app.state.registry.take(body, dict(http.headers), host))
 
 
 async def show_metrics(http: Request) -> Response:
@@ -265,19 +260,17 @@ async def _read(http: Request, max_bytes: int) -> bytes:
     """The body. Raises HTTPException(413) as soon as it is known to be longer than `max_bytes`."""
     announced = http.headers.get("content-length", "")
     body = bytearray()
-    too_large = announced.isdecimal() and int(announced) > max_bytes
-    if not too_large:
+    if not (announced.isdecimal() and int(announced) > max_bytes):
         async for piece in http.stream():
             body += piece
-            too_large = len(body) > max_bytes
-            if too_large:
+            if len(body) > max_bytes:
                 break
-    if too_large:
-        found = f"{announced} bytes" if announced else f"more than {max_bytes} bytes"
-        expected = f"at most {max_bytes} bytes"
-        words = RequestError("the body is too large", found=found, expected=expected, hint="a shorter prompt")
-        raise HTTPException(413, str(words))
-    return bytes(body)
+        else:
+            return bytes(body)
+    found = f"{announced} bytes" if announced else f"more than {max_bytes} bytes"
+    expected = f"at most {max_bytes} bytes"
+    words = RequestError("the body is too large", found=found, expected=expected, hint="a shorter prompt")
+    raise HTTPException(413, str(words))
 
 
 def _target(path: str, http: Request) -> str:
@@ -304,5 +297,5 @@ def _tell_refusal(metrics: Metrics, scope: Scope, request_id: str, status: int, 
         AccessLogEntry(request_id, path, status, reason, time.monotonic() - scope[BEGAN_S]).log()
 
 
-def _json(status: int, body: object, headers: dict[str, str]) -> Response:
+def _json(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

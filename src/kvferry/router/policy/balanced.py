@@ -1,4 +1,4 @@
-"""The policy that comes with the router: admission, then no prefill leg where it does not pay, then least work."""
+"""The policy that comes with the router: admission, then no prefill where it does not pay, then least work."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """When the decode instance had better compute a prompt itself: pure.
 
 To compute a prompt where its answer is written holds up the answers that are being written there; to have it computed
-elsewhere costs a handover: two legs, a claim, the wire. Below the number of tokens that a decode instance computes in
-the time of one handover, the handover is the longer of the two, for this request and for all others.
+elsewhere costs a handover: two requests, a claim, the wire. Below the number of tokens that a decode instance computes
+in the time of one handover, the handover is the longer of the two, for this request and for all others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def threshold_tokens(query: RoutingQuery) -> int:
 
 
 def skip(query: RoutingQuery) -> SkipPrefill | None:
-    """Why there should be no prefill leg; None when there should be one."""
+    """Why there should be no prefill; None when there should be one."""
     limit, cost = threshold_tokens(query), query.cost
     cached = max((load.cached_tokens for load in query.decode), default=0)
     if cost.prompt_tokens < limit:

@@ -31,7 +31,7 @@ class RequestCost:
     """What a request will cost, as far as one can tell without a tokenizer.
 
     `prefixes` are names of the prompt's beginnings, the shortest first: two prompts that share a name begin alike.
-    Each stands for `prefix_tokens` more tokens. `is_divisible` says whether a prefill leg can stand for the request.
+    Each stands for `prefix_tokens` more tokens. `is_divisible` says whether a prefill can stand for the request.
     """
 
     prompt_tokens: int = 1
@@ -91,9 +91,9 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class RoutingQuery:
-    """Who takes the leg of `role`? `prefill` and `decode` are the instances that may be chosen and their loads.
+    """Which instance takes `role`? `prefill` and `decode` are those that may be chosen, and their loads.
 
-    When the prefill leg is asked for, `decode` is only the instance that was chosen. `handover_s` is what it usually
+    When a prefill instance is asked for, `decode` is only the instance that was chosen. `handover_s` is what it usually
     takes from a computed prompt to the first token elsewhere, 0 when that is not known. A request that is tried again
     has been admitted before.
     """
@@ -120,7 +120,7 @@ class UseInstance:
 
 @dataclass(frozen=True, slots=True)
 class SkipPrefill:
-    """No prefill leg: the decode instance computes the prompt. `reason` is a stable label, `detail` words."""
+    """No prefill: the decode instance computes the prompt. `reason` is a stable label, `detail` words."""
 
     reason: str
     detail: str = ""

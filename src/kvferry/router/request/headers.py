@@ -25,7 +25,7 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     )
 )
-# The HTTP client on each leg writes its own.
+# The HTTP client writes its own to engines.
 OWN_OF_REQUEST = HOP_BY_HOP | frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-kvferry-timeout"))
 # The HTTP server of the router writes its own date and server; the timing is told with the router's part in it.
 OWN_OF_RESPONSE = HOP_BY_HOP | frozenset(

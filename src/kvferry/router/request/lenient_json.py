@@ -8,12 +8,10 @@ import msgspec
 
 Value = TypeVar("Value")
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
 
 def decoded(body: bytes, kind: type[Value]) -> Value | None:
     """None for what is no JSON, or no JSON of this kind."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except UNREADABLE:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -51,14 +51,14 @@ def _num_tokens(content: bytes) -> int:
 
 def _new_tokens(request: ClientRequest) -> int:
     for field in ("max_completion_tokens", "max_tokens"):
-        if field in request.fields and (wanted := msgspec.json.decode(request.fields[field])):
-            return int(wanted) * _num_samples(request)
+        if field in request.fields and (max_tokens := msgspec.json.decode(request.fields[field])):
+            return int(max_tokens) * _num_samples(request)
     return DEFAULT_NEW_TOKENS * _num_samples(request)
 
 
 def _num_samples(request: ClientRequest) -> int:
-    wanted = msgspec.json.decode(request.fields["n"]) if "n" in request.fields else 1
-    return int(wanted or 1)
+    num = msgspec.json.decode(request.fields["n"]) if "n" in request.fields else 1
+    return int(num or 1)
 
 
 def _text(request: ClientRequest, field: str) -> str:
