@@ -389,7 +389,7 @@ def test_a_stream_whose_engine_dies_ends_with_a_reason(site):
     error = json.loads(stream.lines()[-1])["error"]
     assert (error["code"], error["reason"]) == ("upstream_broke_off", "reset")
     request_id = stream.headers["x-request-id"]
-    line = f"request {request_id}: the decode leg on {site.d.url} failed: reset"
+    line = f"request {request_id}: the decode request to {site.d.url} failed: reset"
     assert site.router.log.read_text().count(line) == 1
     site.d.restart()
 

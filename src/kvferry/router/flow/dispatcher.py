@@ -131,7 +131,7 @@ class Dispatcher:
         if command.what is Counted.UPSTREAM_ERROR:
             request = next(one for one in reversed(self._sent) if one.instance.role is command.role)
             logger.warning(
-                "request %s: the %s leg on %s failed: %s%s",
+                "request %s: the %s request to %s failed: %s%s",
                 self._call.request_id,
                 command.role,
                 request.instance.url,
