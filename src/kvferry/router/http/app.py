@@ -63,8 +63,7 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
             app.state.services = Services(config, pool, metrics, http, tracing)
             prober = Prober(http, pool, config)
             await prober.probe_all()
-            runs = [prober.run(), *(file.run() for file in watched)]
-            tasks = {asyncio.create_task(run) for run in runs}
+            tasks = {asyncio.create_task(run) for run in (prober.run(), *(file.run() for file in watched))}
             try:
                 yield
             finally:
