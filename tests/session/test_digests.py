@@ -210,7 +210,7 @@ def test_all_bytes_are_looked_at_only_when_somebody_asks():
     play(source(), [(0, LEASE, []), (1, FrameArrived("x", claim), [Reply]), (SOON, Tick(), []), (2, LANDED, [Digest])])
 
 
-def test_a_claim_said_again_with_another_subject_is_answered_like_the_first():
+def test_a_repeated_claim_with_another_subject_is_answered_like_the_first():
     other = msgspec.structs.replace(CLAIM.message, subject=replace(SUBJECT, parts=(replace(PART, states=STATES[:2]),)))
     (digest,) = play(source(), [*DIGESTING[:2], (1, FrameArrived("x", other), [Reply]), (2, LANDED, [Digest])])
     assert sum(len(extract.numbers) for extract in digest.extracts) == len(STATES)
@@ -245,7 +245,7 @@ def test_a_reader_that_is_done_is_not_looked_at_again_while_others_read():
     play(session, [(2, Tick(), [])])
 
 
-def test_a_claim_said_again_changes_nothing_about_its_digest():
+def test_a_repeated_claim_changes_nothing_about_its_digest():
     session = source()
     play(session, [*DIGESTING[:2], (1 + LOOK_AFTER_S / 2, CLAIM, [Reply]), (SOON, Tick(), [Digest])])
     for state in ([], [(2, Digested(KEY, VALUES), [])]):

@@ -45,13 +45,13 @@ def test_a_lease_is_done_once_all_is_computed_and_not_when_all_readers_are(sourc
     play(source, [(5, said(LANDED), [VALID]), (6, grown(6), []), (7, grown(7), [FREE])])
 
 
-def test_the_last_word_said_again_changes_nothing_but_the_deadline(source):
+def test_the_last_progress_repeated_changes_nothing_but_the_deadline(source):
     """A prompt may take longer than its lease lives."""
     waits = [(at, grown(0, NOWHERE), []) for at in range(2, 100, int(TIMING.lease_s) - 1)]
     play(source, [*BEGUN, *waits, (99, grown(6), [Post]), (100, grown(0, NOWHERE), [])])
 
 
-def test_a_word_that_goes_backwards_changes_nothing(source):
+def test_progress_that_goes_backwards_changes_nothing(source):
     """The lease is as computed as it was, and ends with its reader."""
     play(source, [*BEGUN, (2, grown(7), [Post]), (3, grown(0, NOWHERE), [])])
     play(source, [(4, TicketEnded(STRETCH, ""), [Reply, VALID, FREE]), (5, said(LANDED), [VALID])])

@@ -35,6 +35,11 @@ def session(layout=LAYOUT) -> SourceSession:
     return SourceSession(replace(IDENTITY, layouts=(layout,)), TIMING)
 
 
+@pytest.fixture
+def source():
+    return session()
+
+
 def refusal(commands, reason):
     assert [c.message.reason for c in commands if isinstance(c, Reply)] == [reason]
     return True
@@ -85,8 +90,7 @@ def test_a_hello_that_does_not_fit_is_refused(hello, reason):
         (m.Claim(READER, "c1", REFERENCE, 8, (0,)), m.Reason.OUT_OF_RANGE),
     ],
 )
-def test_a_claim_that_the_record_does_not_support_is_refused(claim, reason):
-    source = session()
+def test_a_claim_that_the_record_does_not_support_is_refused(source, claim, reason):
     source.handle(LEASE, 0)
     assert refusal(source.handle(said(claim), 1), reason)
     assert source.num_live() == 1
@@ -102,29 +106,25 @@ def test_a_claim_for_another_prompt_is_refused_and_claims_nothing():
     play(source, [(1, said(right), [GRANT])])
 
 
-def test_a_claim_for_a_prompt_without_a_name_is_told_so_and_claims_nothing():
-    source = session()
+def test_a_claim_for_a_prompt_without_a_name_is_told_so_and_claims_nothing(source):
     source.handle(replace(LEASE, is_unnamed=True), 0)
     assert refusal(source.handle(said(CLAIM), 1), m.Reason.UNNAMED_PROMPT)
     assert source.num_live() == 1
 
 
-def test_a_lease_that_has_ended_keeps_no_prompt():
-    source = session()
+def test_a_lease_that_has_ended_keeps_no_prompt(source):
     source.handle(replace(LEASE, prompt=Prompt.of(range(7))), 0)
     source.handle(LeaseWithdrawn("r1"), 1)
     assert source._leases.get("l1").request.prompt == UNKNOWN_PROMPT
 
 
-def test_a_second_engine_cannot_claim_a_claimed_lease():
-    source = session()
+def test_a_second_engine_cannot_claim_a_claimed_lease(source):
     play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
     assert refusal(source.handle(said(m.Claim(STRANGER, "c1", REFERENCE, 6, (0,))), 1), m.Reason.ALREADY_CLAIMED)
 
 
-def test_a_second_attempt_of_the_same_reader_is_not_the_first_one_repeated():
+def test_a_second_attempt_of_the_same_reader_is_not_the_first_one_repeated(source):
     """Else the first attempt's completion frees the blocks while the second still reads, and both are told valid."""
-    source = session()
     play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT]), (1, said(CLAIM), [GRANT])])
     assert refusal(source.handle(said(m.Claim(READER, "c2", REFERENCE, 6, (0,))), 1), m.Reason.ALREADY_CLAIMED)
     play(source, [(2, said(m.Abort(READER, "c2", "l1")), [Reply("x", m.Aborted("c2", US.epoch))])])
@@ -133,8 +133,7 @@ def test_a_second_attempt_of_the_same_reader_is_not_the_first_one_repeated():
     assert refusal(source.handle(said(m.Landed(READER, "c2", "l1")), 4), m.Reason.NOT_CLAIMED)
 
 
-def test_an_expired_lease_frees_its_blocks_once_and_is_never_valid_again():
-    source = session()
+def test_an_expired_lease_frees_its_blocks_once_and_is_never_valid_again(source):
     expired = [LeaseEnded("r1", "expired"), Count("leases_expired", m.Reason.EXPIRED)]
     play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT]), (11.5, Tick(), expired), (12, Tick(), [])])
     assert refusal(source.handle(said(m.Landed(READER, "c1", "l1")), 13), m.Reason.EXPIRED)
@@ -142,16 +141,14 @@ def test_an_expired_lease_frees_its_blocks_once_and_is_never_valid_again():
     assert source.num_live() == 0
 
 
-def test_expiry_is_noticed_before_the_message_that_comes_too_late():
-    source = session()
+def test_expiry_is_noticed_before_the_message_that_comes_too_late(source):
     play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
     commands = source.handle(said(m.Landed(READER, "c1", "l1")), 11.5)
     assert commands[0] == LeaseEnded("r1", "expired")
     assert refusal(commands, m.Reason.EXPIRED)
 
 
-def test_heartbeats_keep_a_lease_and_say_which_are_gone():
-    source = session()
+def test_heartbeats_keep_a_lease_and_say_which_are_gone(source):
     play(
         source,
         [
@@ -168,9 +165,8 @@ def test_heartbeats_keep_a_lease_and_say_which_are_gone():
     "end",
     [said(m.Abort(READER, "c1", "l1")), LeaseWithdrawn("r1"), Tick()],
 )
-def test_a_heartbeat_does_not_keep_what_has_ended(end):
+def test_a_heartbeat_does_not_keep_what_has_ended(source, end):
     """Else a reader goes on with blocks that the engine has given away, and the record of their end stays for ever."""
-    source = session()
     play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
     source.handle(end, 11.5 if isinstance(end, Tick) else 2)
     forgotten = source.next_deadline()
@@ -178,9 +174,8 @@ def test_a_heartbeat_does_not_keep_what_has_ended(end):
     assert source.next_deadline() == forgotten
 
 
-def test_who_has_all_bytes_is_not_told_that_the_lease_is_gone_and_does_not_keep_its_record():
+def test_who_has_all_bytes_is_not_told_that_the_lease_is_gone_and_does_not_keep_its_record(source):
     """It may not have heard yet that it has them."""
-    source = session()
     play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
     source.handle(said(m.Landed(READER, "c1", "l1")), 2)
     play(source, [(30, said(m.Renew(STRANGER, ("l1",))), [Reply("x", m.Renewed(("l1",)))])])
@@ -190,9 +185,8 @@ def test_who_has_all_bytes_is_not_told_that_the_lease_is_gone_and_does_not_keep_
     assert not list(source._leases)
 
 
-def test_completions_are_identified_and_idempotent():
+def test_completions_are_identified_and_idempotent(source):
     """The same reader saying it twice is one completion: the blocks wait for the other reader."""
-    source = session()
     both = m.Claim(READER, "c1", REFERENCE, 6, (0, 1))
     valid = Reply("x", m.Valid("c1"))
     play(
@@ -209,8 +203,7 @@ def test_completions_are_identified_and_idempotent():
     )
 
 
-def test_landed_without_a_claim_is_refused():
-    source = session()
+def test_landed_without_a_claim_is_refused(source):
     source.handle(LEASE, 0)
     assert refusal(source.handle(said(m.Landed(READER, "c1", "l1")), 1), m.Reason.NOT_CLAIMED)
     assert refusal(source.handle(said(m.Landed(READER, "c1", "l0")), 1), m.Reason.UNKNOWN_LEASE)
@@ -219,8 +212,7 @@ def test_landed_without_a_claim_is_refused():
 EARLY = m.Claim(READER, "c1", REFERENCE, 6, (0,))
 
 
-def test_a_claim_that_is_faster_than_the_engine_waits_for_its_lease():
-    source = session()
+def test_a_claim_that_is_faster_than_the_engine_waits_for_its_lease(source):
     assert source.handle(said(EARLY), 1) == []
     assert source.next_deadline() == 1 + TIMING.early_claim_s
     assert source.handle(said(EARLY), 2) == [Reply("x", m.Renewed(()))], "somebody is here"
@@ -229,15 +221,13 @@ def test_a_claim_that_is_faster_than_the_engine_waits_for_its_lease():
     assert source.next_deadline() == 3 + TIMING.lease_s
 
 
-def test_a_claim_without_any_lease_is_refused_in_the_end():
-    source = session()
+def test_a_claim_without_any_lease_is_refused_in_the_end(source):
     source.handle(said(EARLY), 1)
     assert refusal(source.handle(Tick(), 1 + TIMING.early_claim_s), m.Reason.UNKNOWN_LEASE)
     assert source.next_deadline() == float("inf")
 
 
-def test_an_abort_that_is_faster_than_the_engine_ends_the_lease_as_it_opens():
-    source = session()
+def test_an_abort_that_is_faster_than_the_engine_ends_the_lease_as_it_opens(source):
     source.handle(said(EARLY), 1)
     source.handle(said(m.Abort(READER, "c1", "l1")), 2)
     commands = source.handle(LEASE, 3)
@@ -257,16 +247,14 @@ def test_a_state_of_fixed_size_is_only_good_after_the_tokens_that_made_it():
         assert refusal(commands, reason) if reason else isinstance(commands[0].message, m.Grant)
 
 
-def test_only_so_many_claims_may_wait():
-    source = session()
+def test_only_so_many_claims_may_wait(source):
     for number in range(MAX_EARLY):
         claim = m.Claim(READER, "c1", m.Reference("p0", "epoch-1", "r1", f"made-up-{number}"), 6, (0,))
         assert source.handle(said(claim, f"peer {number % 16}"), 1) == []
     assert refusal(source.handle(said(EARLY), 1), m.Reason.UNKNOWN_LEASE)
 
 
-def test_one_peer_does_not_take_the_room_of_others_claims():
-    source = session()
+def test_one_peer_does_not_take_the_room_of_others_claims(source):
     for number in range(MAX_EARLY_OF_ONE + 1):
         reference = m.Reference("p0", "epoch-1", "r1", f"made-up-{number}")
         commands = source.handle(said(m.Claim(READER, "c1", reference, 6, (0,)), "greedy"), 1)
@@ -288,15 +276,13 @@ def test_an_abort_frees_the_blocks_and_is_acknowledged_every_time():
     )
 
 
-def test_a_withdrawn_lease_is_over():
-    source = session()
+def test_a_withdrawn_lease_is_over(source):
     freed = LeaseEnded("r1", "withdrawn")
     play(source, [(0, LEASE, []), (1, LeaseWithdrawn("r1"), [freed]), (2, LeaseWithdrawn("r1"), [])])
     assert refusal(source.handle(said(CLAIM), 3), m.Reason.EXPIRED)
 
 
-def test_tombstones_are_forgotten():
-    source = session()
+def test_tombstones_are_forgotten(source):
     play(source, [(0, LEASE, []), (1, LeaseWithdrawn("r1"), [LeaseEnded]), (100, Tick(), [])])
     assert source.next_deadline() == float("inf")
 
@@ -323,23 +309,20 @@ def test_timing_is_data():
     assert replace(TIMING, heartbeat_s=2.0, missed_heartbeats=4).silence_s == 8.0
 
 
-def test_every_claim_adds_its_readers_and_keeps_the_lease():
-    source = session()
+def test_every_claim_adds_its_readers_and_keeps_the_lease(source):
     play(source, [(0, LEASE, []), (9, said(CLAIM), [GRANT]), (12, Tick(), [])])
     play(source, [(18, said(m.Claim(OTHER_READER, "c2", REFERENCE, 6, (1,))), [Reply]), (27, Tick(), [])])
     play(source, [(27, said(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1"))]), (36, Tick(), [])])
     play(source, [(36, said(m.Landed(OTHER_READER, "c2", "l1")), [Reply, LeaseEnded("r1", "done")])])
 
 
-def test_a_later_claim_does_not_take_readers_away():
-    source = session()
+def test_a_later_claim_does_not_take_readers_away(source):
     both, one = m.Claim(READER, "c1", REFERENCE, 6, (0, 1)), m.Claim(OTHER_READER, "c2", REFERENCE, 6, (1,))
     play(source, [(0, LEASE, []), (1, said(both), [Reply]), (1, said(one), [Reply])])
     play(source, [(2, said(m.Landed(OTHER_READER, "c2", "l1")), [Reply("x", m.Valid("c2"))])])
 
 
-def test_another_incarnation_of_the_reader_is_another_engine():
-    source = session()
+def test_another_incarnation_of_the_reader_is_another_engine(source):
     play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
     restarted = m.Party("d0", "epoch-10", 1)
     assert refusal(source.handle(said(m.Claim(restarted, "c1", REFERENCE, 6, (1,))), 1), m.Reason.ALREADY_CLAIMED)
@@ -363,9 +346,8 @@ def test_before_any_claim_whoever_knows_the_lease_keeps_it_alive():
     assert LeaseEnded("r1", m.Reason.EXPIRED) in source.handle(Tick(), 34.1)
 
 
-def test_memory_may_be_read_from_an_offer_to_the_end_of_the_claims():
+def test_memory_may_be_read_from_an_offer_to_the_end_of_the_claims(source):
     """Some transports need the source's help meanwhile, and only then."""
-    source = session()
     assert not source.may_be_read(0.0)
     source.handle(said(m.OfferRequest(READER)), 1.0)
     assert source.may_be_read(5.9)
@@ -378,8 +360,7 @@ def test_memory_may_be_read_from_an_offer_to_the_end_of_the_claims():
     assert not source.may_be_read(9.0)
 
 
-def test_a_claim_says_that_the_tests_are_over():
-    source = session()
+def test_a_claim_says_that_the_tests_are_over(source):
     source.handle(said(m.OfferRequest(READER)), 0.0)
     source.handle(LEASE, 0.0)
     source.handle(said(CLAIM), 0.5)
@@ -387,9 +368,8 @@ def test_a_claim_says_that_the_tests_are_over():
     assert not source.may_be_read(1.0)
 
 
-def test_who_needs_nothing_says_that_the_tests_are_over():
+def test_who_needs_nothing_says_that_the_tests_are_over(source):
     """While it tests it may renew what it is going to claim."""
-    source = session()
     source.handle(LEASE, 0.0)
     source.handle(said(m.OfferRequest(READER)), 0.0)
     source.handle(said(m.Renew(READER, ("l1",))), 0.4)
@@ -399,8 +379,7 @@ def test_who_needs_nothing_says_that_the_tests_are_over():
     assert not source.may_be_read(0.5)
 
 
-def test_one_readers_claim_does_not_say_that_anothers_tests_are_over():
-    source = session()
+def test_one_readers_claim_does_not_say_that_anothers_tests_are_over(source):
     source.handle(LEASE, 0.0)
     for party in (READER, STRANGER):
         source.handle(said(m.OfferRequest(party)), 1.0)
@@ -411,9 +390,8 @@ def test_one_readers_claim_does_not_say_that_anothers_tests_are_over():
 
 
 @pytest.mark.parametrize("end", [said(m.Abort(READER, "c1", "l1")), LeaseWithdrawn("r1"), Tick()])
-def test_a_read_goes_on_after_its_lease_until_the_record_is_forgotten(end):
+def test_a_read_goes_on_after_its_lease_until_the_record_is_forgotten(source, end):
     """Some tickets end only with the source's help, and the reader's blocks are in quarantine until then."""
-    source = session()
     play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
     source.handle(end, 11.5)
     assert source.num_live() == 0

@@ -82,7 +82,7 @@ def two_readers(source, subject=NOTHING):
     return [SlotKey(ClaimKey("l1", party, "c1"), 0, 0) for party in parties]
 
 
-def test_what_was_lost_of_its_end_is_said_again_when_the_lease_is_over(source):
+def test_the_end_of_a_write_is_repeated_when_the_lease_is_over(source):
     _, post = play(source, WRITING)
     play(source, [(2, TicketEnded(TICKET, ""), [*ENDED, FREE])])
     forgotten = source.next_deadline()
@@ -140,7 +140,7 @@ def test_a_write_that_ends_after_its_lease_begins_no_digest_of_another(source):
     play(source, [(3, LeaseWithdrawn("r1"), told), (4, TicketEnded(both[1], ""), [LeaseEnded("r1", "withdrawn")])])
 
 
-def test_a_claim_said_again_after_the_end_of_its_lease_is_told_of_that(source):
+def test_a_claim_repeated_after_the_end_of_its_lease_is_refused(source):
     play(source, [*WRITING, (2, LeaseWithdrawn("r1"), [CANCEL, Reply, Count])])
     assert reason(play(source, [(3, said(CLAIM), [Reply, Count])])) == "expired"
 
@@ -173,7 +173,7 @@ def test_who_says_its_claim_again_is_answered_where_it_is_by_then(source):
     assert [status.peer for status in words if isinstance(status, Reply)] == ["y", "y"]
 
 
-def test_a_claim_that_is_said_again_keeps_its_lease(source):
+def test_a_repeated_claim_keeps_its_lease(source):
     play(source, [*WRITING, (9, said(CLAIM), [GRANT]), (12, Tick(), []), (19.5, Tick(), [CANCEL, Reply, Count])])
 
 
@@ -248,7 +248,7 @@ def test_no_abort_is_acknowledged_that_cannot_be_remembered(source):
     assert source.handle(said(m.Abort(THEM, "one more", "l9")), 61) != []
 
 
-def test_landed_before_it_is_written_is_a_lie(source):
+def test_landed_before_it_is_written_is_refused(source):
     assert reason(play(source, [*WRITING, (2, said(LANDED), [Reply, Count])])) == "not_claimed"
 
 

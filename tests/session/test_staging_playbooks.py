@@ -242,7 +242,7 @@ def test_a_slot_that_is_not_written_is_asked_for_again():
     play(session, [(1.7, Tick(), []), (1.8, packed(0), [Stage]), (2.9, Tick(), [])])
 
 
-def test_a_word_that_is_repeated_does_not_end_the_scatter_of_a_failed_read():
+def test_a_repeated_message_does_not_end_the_scatter_of_a_failed_read():
     """Found by simulation: the slot was given back, and its next owner's bytes were scattered."""
     session = target(Strategy.PACK)
     play(session, [*PACKING, (1, acquired(0), [pack(0)]), (2, packed(0), [Stage])])
@@ -295,7 +295,7 @@ def test_own_blocks_that_cannot_be_are_told_when_the_source_has_answered(ticks):
     assert failure(commands).reason == m.Reason.OUT_OF_RANGE
 
 
-def test_a_slot_of_a_failed_read_waits_for_the_word_of_its_source():
+def test_a_slot_of_a_failed_read_waits_for_its_source():
     session = target(Strategy.PACK)
     play(session, [*PACKING, (1, acquired(0), [pack(0)]), (1, acquired(1), [pack(1)])])
     assert session.handle(AbortRequest("q1"), 2.0)[2:] == [Release(key(2)), ABORT]
@@ -305,7 +305,7 @@ def test_a_slot_of_a_failed_read_waits_for_the_word_of_its_source():
     assert not session.may_be_written()
 
 
-def test_the_word_of_a_source_does_not_end_the_scatter_of_a_failed_read():
+def test_a_message_of_a_source_does_not_end_the_scatter_of_a_failed_read():
     session = target(Strategy.PACK)
     play(session, [*PACKING, (1, acquired(0), [pack(0)]), (1, acquired(1), [pack(1)]), (2, packed(0), [Stage])])
     session.handle(AbortRequest("q1"), 2.0)
@@ -373,6 +373,11 @@ def source():
     return SourceSession(SourceIdentity(SOURCE, "0.1.0", (SOURCE_LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
 
 
+@pytest.fixture
+def session():
+    return source()
+
+
 def asked(stretch, number=0, address=ARENA):
     return m.Pack(US, "q1", "l1", stretch, number, address)
 
@@ -398,8 +403,7 @@ LANDED_SAID, VALID = said(m.Landed(US, "q1", "l1")), Reply("x", m.Valid("q1"))
 CLEAN, UNCLEAN = m.Aborted("q1", "epoch-1"), m.Aborted("q1", "epoch-1", is_clean=False)
 
 
-def test_a_source_plans_the_first_slot_before_it_is_asked_for(planned):
-    session = source()
+def test_a_source_plans_the_first_slot_before_it_is_asked_for(session, planned):
     play(session, [*CLAIMED, (0, Tick(), []), (0, Tick(), [])])
     assert planned == [0]
     play(session, [(1, said(asked(0)), [OWN_ACQUIRE])])
@@ -414,15 +418,13 @@ def test_a_source_does_not_plan_what_is_not_computed_or_not_wanted_any_more(plan
     assert planned == []
 
 
-def test_a_source_prepares_a_claim_once(planned):
-    session = source()
+def test_a_source_prepares_a_claim_once(session, planned):
     play(session, [(0, replace(LEASE, is_growing=True), []), (0, grown(4), []), *CLAIMED[1:3]])
     play(session, [(0, said(CLAIM), [Reply]), (0, Tick(), []), (1, grown(8), [Reply]), (1, Tick(), [])])
     assert planned == [0]
 
 
-def test_what_a_source_cannot_plan_is_told_to_who_asks_for_it():
-    session = source()
+def test_what_a_source_cannot_plan_is_told_to_who_asks_for_it(session):
     elsewhere = structs.replace(CLAIM, block_tables=((99, 0, 5, 2),))
     play(session, [*CLAIMED[:-1], (0, said(elsewhere), [Reply("x", m.Grant("q1", ()))]), (0, Tick(), [])])
     refusal = play(session, [(1, said(asked(0)), [Reply, Count])])[0].message
@@ -433,8 +435,7 @@ def reasons(commands):
     return [str(each.message.reason) for each in commands if isinstance(each, Reply)]
 
 
-def test_a_slot_is_gathered_and_written_once_however_often_it_is_asked_for():
-    session = source()
+def test_a_slot_is_gathered_and_written_once_however_often_it_is_asked_for(session):
     (post,) = play(session, WRITING)
     assert (post.key, post.direction, len(post.copies)) == (own(0), Direction.WRITE, 1)
     assert (int(post.copies.source[0]), int(post.copies.target[0])) == (OWN, ARENA)
@@ -447,17 +448,15 @@ def test_a_slot_that_waits_for_its_turn_is_queued():
     play(source(), [*CLAIMED, (1, said(asked(0)), [OWN_ACQUIRE]), (2, said(asked(0)), [Reply("x", m.Queued("q1"))])])
 
 
-def test_who_waits_behind_a_write_that_hangs_is_not_told_to_have_patience():
+def test_who_waits_behind_a_write_that_hangs_is_not_told_to_have_patience(session):
     """Found by simulation: as long as it was, the fetch had no deadline, and so nobody lost interest in the write."""
-    session = source()
     play(session, [*WRITING, (3, said(asked(1)), [Acquire]), (21, said(asked(1)), [Reply("x", m.Queued("q1"))])])
     play(session, [(23, said(asked(1)), [Reply("x", m.Renewed(()))])])
 
 
 @pytest.mark.parametrize("is_far", [False, True])
-def test_that_gathers_into_other_targets_slots_get_on_is_no_reason_for_patience(is_far):
+def test_that_gathers_into_other_targets_slots_get_on_is_no_reason_for_patience(session, is_far):
     """They take none of our slots. That others of ours get on is one."""
-    session = source()
     play(session, [*WRITING, (3, said(asked(1)), [Acquire])])
     other, lease = m.Party("d9", "epoch-9", 0), m.Reference("p0", "epoch-1", "r2", "l2")
     claim = structs.replace(CLAIM, party=other, claim_id="q9", reference=lease)
@@ -472,14 +471,12 @@ def test_that_gathers_into_other_targets_slots_get_on_is_no_reason_for_patience(
 
 
 @pytest.mark.parametrize(("stretch", "number"), [(4, 0), (1 << 40, 0), (0, 1)])
-def test_a_slot_that_does_not_exist_is_refused(stretch, number):
-    session = source()
+def test_a_slot_that_does_not_exist_is_refused(session, stretch, number):
     play(session, CLAIMED)
     assert reasons(session.handle(said(asked(stretch, number)), 1.0)) == ["out_of_range"]
 
 
-def test_slots_of_nothing_are_refused():
-    session = source()
+def test_slots_of_nothing_are_refused(session):
     assert reasons(session.handle(said(asked(0)), 0.0)) == ["unknown_lease"]
     play(session, CLAIMED[:3])
     assert reasons(session.handle(said(asked(0)), 0.0)) == ["not_claimed"]
@@ -511,8 +508,7 @@ def vars_of(message):
     ],
     ids=["no slot", "gather", "write"],
 )
-def test_a_slot_that_cannot_be_written_fails_the_claim(steps, event, released):
-    session = source()
+def test_a_slot_that_cannot_be_written_fails_the_claim(session, steps, event, released):
     play(session, steps if released else [*steps, (1, said(asked(0)), [OWN_ACQUIRE])])
     play(session, [(1, said(asked(1)), [Acquire(own(1), STRETCH_BYTES, ARENA)])])
     commands = session.handle(event, 3.0)
@@ -525,8 +521,7 @@ def test_a_slot_that_cannot_be_written_fails_the_claim(steps, event, released):
     assert Reply("x", CLEAN if written else UNCLEAN) in commands
 
 
-def test_an_abort_is_acknowledged_when_nothing_is_gathered_or_written_any_more():
-    session = source()
+def test_an_abort_is_acknowledged_when_nothing_is_gathered_or_written_any_more(session):
     play(session, [*WRITING, (2, said(asked(1)), [Acquire]), (2, Acquired(own(1), OWN + 4096), [Stage])])
     play(session, [(3, ABORT_SAID, [Cancel(own(0))])])
     play(session, [(4, Staged(own(1), ""), [Release(own(1))])])
@@ -542,9 +537,8 @@ def test_an_abort_leaves_the_line_for_a_slot():
     play(source(), [*waiting, (2, ABORT_SAID, ended)])
 
 
-def test_a_pack_that_arrives_after_the_abort_is_not_carried_out():
+def test_a_pack_that_arrives_after_the_abort_is_not_carried_out(session):
     """The target's slot is somebody else's by then. Another rank's lease may live on."""
-    session = source()
     two_readers = m.Claim(*fields_with(readers=(0, 1), party=m.Party("d0", "epoch-9", 1), claim_id="q1"))
     play(session, CLAIMED)
     session.handle(said(two_readers), 0.0)
@@ -553,8 +547,7 @@ def test_a_pack_that_arrives_after_the_abort_is_not_carried_out():
 
 
 @pytest.mark.parametrize("steps", [GATHERING, WRITING], ids=["gathering", "writing"])
-def test_the_blocks_of_a_lease_that_ends_wait_for_its_slots(steps):
-    session = source()
+def test_the_blocks_of_a_lease_that_ends_wait_for_its_slots(session, steps):
     play(session, steps)
     commands = session.handle(LeaseWithdrawn("r1"), 3.0)
     assert reasons(commands) == ["expired"]
@@ -571,16 +564,14 @@ NEAR = 1 << 36
 FILLING = [*CLAIMED, (1, said(asked(0)), [OWN_ACQUIRE]), (1, Acquired(own(0), NEAR, is_far=True), [Stage])]
 
 
-def test_what_is_gathered_into_the_targets_slot_is_there():
-    session = source()
+def test_what_is_gathered_into_the_targets_slot_is_there(session):
     (stage,) = play(session, FILLING)
     assert {int(row) >= NEAR for tile in stage.tiles for row in tile.target_start} == {True}
     play(session, [(2, Staged(own(0), ""), [Release(own(0)), Reply("x", PACKED)])])
     play(session, [(3, said(asked(0)), [Reply("x", PACKED)]), (3, said(CLAIM), [Reply])])
 
 
-def test_when_the_last_slot_is_gathered_in_place_all_of_it_is_valid():
-    session = source()
+def test_when_the_last_slot_is_gathered_in_place_all_of_it_is_valid(session):
     play(session, [*FILLING, (2, Staged(own(0), ""), [Release, Reply])])
     for stretch in (1, 2, 3):
         play(session, [(3, said(asked(stretch)), [Acquire]), (3, Acquired(own(stretch), NEAR, is_far=True), [Stage])])
@@ -601,29 +592,25 @@ def test_a_lease_lasts_while_its_slots_get_on(steps, end):
     assert reasons(session.handle(Tick(), 2 * late + 1)) == ["expired"]
 
 
-def test_a_gather_in_place_that_fails_leaves_nothing_under_way():
+def test_a_gather_in_place_that_fails_leaves_nothing_under_way(session):
     """Unlike bytes on a wire, of which nobody knows: so nobody waits for them."""
-    session = source()
     play(session, FILLING)
     assert reasons(session.handle(Staged(own(0), "no such memory"), 2.0)) == ["transport"]
     play(session, [(3, ABORT_SAID, [Reply("x", CLEAN), LeaseEnded("r1", "aborted")])])
 
 
-def test_who_gives_up_hears_of_it_when_nothing_is_gathered_into_its_slots_any_more():
-    session = source()
+def test_who_gives_up_hears_of_it_when_nothing_is_gathered_into_its_slots_any_more(session):
     play(session, [*FILLING, (2, ABORT_SAID, [])])
     play(session, [(3, Staged(own(0), ""), [Release(own(0)), Reply("x", CLEAN), LeaseEnded("r1", "aborted")])])
 
 
-def test_a_claim_that_has_failed_is_not_refused_again_when_its_lease_ends():
-    session = source()
+def test_a_claim_that_has_failed_is_not_refused_again_when_its_lease_ends(session):
     play(session, GATHERING)
     assert reasons(session.handle(Staged(own(0), "a bad row"), 3.0)) == ["transport"]
     play(session, [(4, LeaseWithdrawn("r1"), [LeaseEnded("r1", "withdrawn")])])
 
 
-def test_a_lease_that_ends_between_two_slots_leaves_nothing_open():
-    session = source()
+def test_a_lease_that_ends_between_two_slots_leaves_nothing_open(session):
     play(session, [*WRITING, (3, TicketEnded(own(0), ""), [Release, Reply])])
     play(session, [(4, LeaseWithdrawn("r1"), [LeaseEnded("r1", "withdrawn"), Reply, Count])])
     assert reasons(session.handle(said(asked(1)), 5.0)) == ["expired"]
@@ -641,8 +628,7 @@ def written(stretch):
     return [*steps, (4, Staged(own(stretch), ""), [Post])]
 
 
-def test_when_the_last_slot_is_written_all_of_it_is_valid_and_the_blocks_are_free():
-    session = source()
+def test_when_the_last_slot_is_written_all_of_it_is_valid_and_the_blocks_are_free(session):
     play(session, [*CLAIMED, (1, Tick(), [])])
     for stretch in (2, 0, 1):
         play(session, [*written(stretch), (4, TicketEnded(own(stretch), ""), [Release, Reply])])
@@ -661,9 +647,8 @@ def test_when_the_last_slot_is_written_all_of_it_is_valid_and_the_blocks_are_fre
     assert not list(session._leases)
 
 
-def test_what_is_packed_is_digested_once_a_slot_is_asked_for_and_valid_with_its_last_slot():
+def test_what_is_packed_is_digested_once_a_slot_is_asked_for_and_valid_with_its_last_slot(session):
     """Not before: the first slot is what the target waits for."""
-    session = source()
     play(session, [*CLAIMED[:-1], (0, said(DIGESTED_CLAIM), [Reply]), (1, Tick(), [])])
     key, values = own(0).work, (b"12345678",)
     play(session, [*written(0), (3 + LOOK_AFTER_S, Tick(), [Digest]), (3.5, Digested(key, values), [])])
@@ -674,16 +659,14 @@ def test_what_is_packed_is_digested_once_a_slot_is_asked_for_and_valid_with_its_
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_what_was_packed_before_all_is_computed_is_digested_when_it_is(is_asked):
-    session = source()
+def test_what_was_packed_before_all_is_computed_is_digested_when_it_is(session, is_asked):
     play(session, [(0, GROWING, []), (0, grown(8), []), *CLAIMED[1:3], (0, said(DIGESTED_CLAIM), [Reply])])
     play(session, [*(written(0) if is_asked else ()), (3 + LOOK_AFTER_S, Tick(), [])])
     play(session, [(5, grown(16), [Reply]), (5 + LOOK_AFTER_S, Tick(), [Digest])])
 
 
-def test_what_is_written_of_a_prompt_that_grows_on_is_not_granted_again():
+def test_what_is_written_of_a_prompt_that_grows_on_is_not_granted_again(session):
     """The target wants its first twelve tokens."""
-    session = source()
     some = structs.replace(CLAIM, num_tokens=12, ranges=(TokenRange(0, 12),))
     play(session, [(0, GROWING, []), (0, grown(12), []), *CLAIMED[1:3], (1, said(some), [Reply]), (1, Tick(), [])])
     for stretch in (0, 1, 2):
@@ -692,8 +675,7 @@ def test_what_is_written_of_a_prompt_that_grows_on_is_not_granted_again():
     play(session, [(5, grown(14), []), (6, grown(16), [LeaseEnded("r1", "done")])])
 
 
-def test_what_was_planned_is_forgotten_with_its_lease():
-    session = source()
+def test_what_was_planned_is_forgotten_with_its_lease(session):
     play(session, [*CLAIMED, (1, Tick(), [])])
     (write,) = (write for lease in session._leases for write in lease.writes.values())
     assert write.plan._planned.cache_info().currsize
@@ -713,8 +695,7 @@ def test_what_was_planned_is_forgotten_with_its_lease():
         (16, (TokenRange(-(1 << 63), 16),)),
     ],
 )
-def test_ranges_that_cannot_be_are_refused_when_they_are_claimed(num_tokens, ranges, is_growing, claim):
-    session = source()
+def test_ranges_that_cannot_be_are_refused_when_they_are_claimed(session, num_tokens, ranges, is_growing, claim):
     wrong = structs.replace(claim, num_tokens=num_tokens, ranges=ranges)
     play(session, [(0, replace(LEASE, is_growing=is_growing), []), *CLAIMED[1:3]])
     commands = play(session, [(1, said(wrong), [Reply, Count])])
@@ -722,8 +703,7 @@ def test_ranges_that_cannot_be_are_refused_when_they_are_claimed(num_tokens, ran
     play(session, [(2, said(CLAIM), [Reply]), (3, LeaseWithdrawn("r1"), [LeaseEnded, Reply, Count])])
 
 
-def test_a_packed_claim_without_ranges_is_refused():
-    session = source()
+def test_a_packed_claim_without_ranges_is_refused(session):
     play(session, CLAIMED[:3])
     commands = play(session, [(1, said(structs.replace(CLAIM, num_tokens=0, ranges=())), [Reply, Count])])
     assert reasons(commands) == ["out_of_range"]
@@ -741,9 +721,8 @@ def test_blocks_that_cannot_be_are_refused_by_a_push_of_what_is_still_computed(t
 
 
 @pytest.mark.parametrize("claim", [CLAIM, DIRECT_CLAIM], ids=["packed", "direct"])
-def test_who_has_read_all_of_it_has_nothing_written(claim):
+def test_who_has_read_all_of_it_has_nothing_written(session, claim):
     """Under the same claim: its blocks are free when the lease ends, whatever else is asked for."""
-    session = source()
     play(session, [(0, GROWING, []), *CLAIMED[1:3]])
     nothing = m.Claim(US, "q1", REFERENCE, 0, (0,))
     play(session, [(1, said(nothing), [Reply("x", m.Grant("q1", ((),)))]), (1, LANDED_SAID, [VALID])])
@@ -753,8 +732,7 @@ def test_who_has_read_all_of_it_has_nothing_written(claim):
     assert reasons(session.handle(said(asked(0)), 4.0)) == ["expired"]
 
 
-def test_a_claim_of_which_nothing_moves_is_valid_at_once():
-    session = source()
+def test_a_claim_of_which_nothing_moves_is_valid_at_once(session):
     empty = structs.replace(CLAIM, num_tokens=0, ranges=(TokenRange(0, 0),))
     play(session, [*CLAIMED[:-1], (0, said(empty), [Reply("x", m.Grant("q1", ())), VALID, LeaseEnded("r1", "done")])])
 
@@ -815,12 +793,12 @@ def test_stretches_of_which_nothing_moves_are_waited_for_by_nobody():
     )
     read = slot_pipeline.SlotPipeline(key(0).work, plan, Strategy.PACK, ("l1", US), num_missing=6)
     assert list(read.go_on()) == []
-    assert (read.is_behind, read.is_done) == (True, False)
+    assert (read.awaits_tokens, read.is_done) == (True, False)
     assert list(read.computed(3)) == [acquire(3)]
     assert list(read.acquired(key(3), at(3), 1.0)) == [pack(3)]
     assert [type(command) for command in read.filled(key(3))] == [Stage]
     assert list(read.emptied(key(3))) == [Release(key(3))]
-    assert (read.is_behind, read.is_done) == (False, True)
+    assert (read.awaits_tokens, read.is_done) == (False, True)
 
 
 def test_a_target_that_waits_for_tokens_asks_again_how_far_they_are_and_is_patient_as_long_as_it_hears():
@@ -848,7 +826,7 @@ def test_a_source_that_says_no_more_of_its_tokens_is_waited_for_no_longer_than_f
 
 
 @pytest.mark.parametrize(("missing_now", "ends_at"), [(8, 20.5), (4, 30.0)])
-def test_a_grant_said_again_gives_nobody_more_time(missing_now, ends_at):
+def test_a_repeated_grant_gives_nobody_more_time(missing_now, ends_at):
     """Found by simulation: late answers to a repeated claim put off the deadline of who waited for a slot."""
     session = target(Strategy.PACK)
     play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), 8)), WINDOW[:2])])
@@ -857,8 +835,7 @@ def test_a_grant_said_again_gives_nobody_more_time(missing_now, ends_at):
     assert failure(session.handle(Tick(), ends_at + 0.1)).reason == "deadline"
 
 
-def test_a_lease_that_ends_is_told_to_whoever_waits_for_its_tokens():
-    session = source()
+def test_a_lease_that_ends_is_told_to_whoever_waits_for_its_tokens(session):
     play(session, [*GROWING_CLAIMED, (1, said(asked(0)), [Reply("x", m.Queued("q1"))])])
     assert reasons(session.handle(LeaseWithdrawn("r1"), 2.0)) == ["expired"]
 
@@ -870,8 +847,7 @@ def test_what_a_source_says_late_makes_no_token_missing_again():
     play(session, [(3, Staged(key(0), ""), [Release(key(0)), acquire(3)])])
 
 
-def test_a_slot_that_is_asked_for_before_its_tokens_are_computed_has_to_be_asked_for_again():
-    session = source()
+def test_a_slot_that_is_asked_for_before_its_tokens_are_computed_has_to_be_asked_for_again(session):
     queued = Reply("x", m.Queued("q1"))
     play(session, [*GROWING_CLAIMED, (1, said(asked(0)), [queued]), (2, grown(3), [missing(13)])])
     play(session, [(3, said(asked(0)), [queued]), (3, grown(5), [missing(11)]), (4, said(asked(0)), [OWN_ACQUIRE])])
@@ -884,14 +860,12 @@ def test_a_slot_that_is_asked_for_before_its_tokens_are_computed_has_to_be_asked
     assert LeaseEnded("r1", "withdrawn") in commands
 
 
-def test_a_source_says_how_many_tokens_are_missing_as_often_as_it_is_asked():
-    session = source()
+def test_a_source_says_how_many_tokens_are_missing_as_often_as_it_is_asked(session):
     again = (1, said(CLAIM), [missing(NUM_TOKENS)])
     play(session, [*GROWING_CLAIMED, again, again, (2, grown(5), [missing(11)]), (3, said(CLAIM), [missing(11)])])
 
 
-def test_a_slot_that_does_not_exist_is_refused_once_its_tokens_would_be_computed():
-    session = source()
+def test_a_slot_that_does_not_exist_is_refused_once_its_tokens_would_be_computed(session):
     play(session, [*GROWING_CLAIMED, (1, said(asked(0, number=9)), [Reply("x", m.Queued("q1"))])])
     play(session, [(2, grown(4), [missing(12)])])
     assert reasons(session.handle(said(asked(0, number=9)), 3.0)) == ["out_of_range"]
@@ -927,8 +901,7 @@ def test_a_stretch_that_cannot_be_written_fails_the_claim(monkeypatch):
     assert acknowledged.message == UNCLEAN
 
 
-def test_blocks_that_an_engine_does_not_have_fail_what_waits_for_them():
-    session = source()
+def test_blocks_that_an_engine_does_not_have_fail_what_waits_for_them(session):
     play(session, [*GROWING_CLAIMED[:3], (0, said(DIRECT_CLAIM), [Reply])])
     assert reasons(session.handle(LeaseProgress("r1", ((99,) * 4,), 16), 1.0)) == ["transport"]
 

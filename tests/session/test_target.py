@@ -61,6 +61,11 @@ def session(layouts=TARGET_LAYOUTS) -> TargetSession:
     return TargetSession(TargetIdentity(US, "0.1.0", layouts), TIMING)
 
 
+@pytest.fixture
+def target():
+    return session()
+
+
 HANDSHAKE = [
     (0.0, WANTED, [HELLO]),
     (0.1, answer(WELCOME), [Send(PEER, m.OfferRequest(US))]),
@@ -71,8 +76,7 @@ POSTED = [*HANDSHAKE, (0.4, answer(GRANT), [Post])]
 FAILED = [Count, FetchFailed, Cancel(KEY), ABORT]
 
 
-def test_a_fetch_from_the_first_hello_to_the_decoded_request():
-    target = session()
+def test_a_fetch_from_the_first_hello_to_the_decoded_request(target):
     commands = play(
         target,
         [
@@ -92,16 +96,14 @@ def test_a_fetch_from_the_first_hello_to_the_decoded_request():
     assert target.num_open() == 0
 
 
-def test_ranges_that_nothing_can_be_planned_with_end_their_own_fetch():
-    target = session()
+def test_ranges_that_nothing_can_be_planned_with_end_their_own_fetch(target):
     play(target, [(0.0, replace(WANTED, ranges=(TokenRange(-4, 6),)), [HELLO]), *HANDSHAKE[1:3]])
     commands = target.handle(HANDSHAKE[3][1], 0.3)
     assert failure(commands).reason == m.Reason.OUT_OF_RANGE
     assert target.num_open() == 0
 
 
-def test_the_second_fetch_from_a_known_peer_claims_at_once():
-    target = session()
+def test_the_second_fetch_from_a_known_peer_claims_at_once(target):
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     again = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
     play(target, [(1.0, again, [Send(PEER, m.Claim(US, "q2", again.reference, 6, (0,)))])])
@@ -112,8 +114,7 @@ def test_the_second_fetch_from_a_known_peer_claims_at_once():
     assert phases == {"handshake": 0.0, "claim": 0.1, "wire": 0.2, "verify": 0.3}
 
 
-def test_a_late_word_about_another_attempt_of_a_request_is_none_about_this_one():
-    target = session()
+def test_a_late_message_about_another_attempt_does_not_concern_this_one(target):
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     again = replace(WANTED, attempt="2:q1", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
     key = replace(KEY, claim_id="2:q1")
@@ -130,8 +131,7 @@ def test_a_late_word_about_another_attempt_of_a_request_is_none_about_this_one()
     )
 
 
-def test_an_abort_ends_every_attempt_of_its_request():
-    target = session()
+def test_an_abort_ends_every_attempt_of_its_request(target):
     play(target, HANDSHAKE)
     again = replace(WANTED, attempt="2:q1")
     play(target, [(1.0, again, [Send(PEER, m.Claim(US, "2:q1", REFERENCE, 6, (0,)))])])
@@ -140,8 +140,7 @@ def test_an_abort_ends_every_attempt_of_its_request():
     assert target.num_open() == 0
 
 
-def test_nothing_to_receive_still_asks_whether_the_lease_is_good():
-    target = session()
+def test_nothing_to_receive_still_asks_whether_the_lease_is_good(target):
     empty = replace(WANTED, ranges=(TokenRange(0, 0),))
     steps = [(0.0, empty, [HELLO]), *HANDSHAKE[1:3]]
     play(target, steps)
@@ -150,9 +149,8 @@ def test_nothing_to_receive_still_asks_whether_the_lease_is_good():
     assert len(post.copies) == 0
 
 
-def test_valid_is_the_only_way_to_a_decoded_request():
+def test_valid_is_the_only_way_to_a_decoded_request(target):
     """Bytes that landed under an ended lease never reach the model."""
-    target = session()
     refused = m.Refusal(m.Reason.EXPIRED, "the lease ended", "expired", "live", "q1")
     commands = play(
         target,
@@ -173,30 +171,26 @@ def test_a_failed_read_frees_its_blocks_because_the_ticket_has_ended():
     assert "peer reset" in str(failure(commands))
 
 
-def test_valid_counts_only_when_the_bytes_that_we_read_are_there():
+def test_valid_counts_only_when_the_bytes_that_we_read_are_there(target):
     """Said before, it says nothing of what we read after it."""
-    target = session()
     play(target, [*POSTED, (0.5, answer(m.Valid("q1")), []), (0.6, TicketEnded(KEY, ""), [LANDED])])
     play(target, [(0.7, answer(m.Valid("q1")), [Fetched])])
 
 
-def test_a_word_about_slots_does_not_end_a_read_without_any():
+def test_a_message_about_slots_does_not_end_a_read_without_any(target):
     """Found by fuzzing: it freed the blocks, into which our ticket still went."""
-    target = session()
     play(target, [*POSTED, (0.5, AbortRequest("q1"), FAILED), (0.6, answer(m.Packed("q1", 0, 0)), [])])
     play(target, [(0.7, answer(m.Aborted("q1", "epoch-1")), []), (0.8, TicketEnded(KEY, ""), [BlocksReleased("q1")])])
 
 
-def test_blocks_stay_in_quarantine_while_a_ticket_is_open():
-    target = session()
+def test_blocks_stay_in_quarantine_while_a_ticket_is_open(target):
     play(target, [*POSTED, (0.5, AbortRequest("q1"), FAILED)])
     assert target.num_open() == 1
     play(target, [(5.0, TicketEnded(KEY, ""), [BlocksReleased("q1")])])
     assert target.num_open() == 0
 
 
-def test_blocks_that_nobody_has_been_told_to_write_to_are_free_at_once():
-    target = session()
+def test_blocks_that_nobody_has_been_told_to_write_to_are_free_at_once(target):
     play(target, [*HANDSHAKE, (0.4, AbortRequest("q1"), [Count, FetchFailed, ABORT, BlocksReleased("q1")])])
     assert target.num_open() == 0
 
@@ -232,8 +226,7 @@ def test_an_abort_is_repeated_until_the_source_has_noted_it():
     )
 
 
-def test_a_silent_peer_is_lost_within_three_heartbeats():
-    target = session()
+def test_a_silent_peer_is_lost_within_three_heartbeats(target):
     play(target, POSTED)
     play(target, [(1.5, Tick(), [Send(PEER, m.Renew(US, ("l1",)))])])
     commands = target.handle(Tick(), 3.5)
@@ -242,8 +235,7 @@ def test_a_silent_peer_is_lost_within_three_heartbeats():
     play(target, [(3.6, TicketEnded(KEY, "disconnected"), [BlocksReleased("q1")])])
 
 
-def test_a_peer_that_answers_heartbeats_is_not_lost_until_the_transfer_deadline():
-    target = session()
+def test_a_peer_that_answers_heartbeats_is_not_lost_until_the_transfer_deadline(target):
     play(target, POSTED)
     for second in range(1, 20):
         assert target.handle(Tick(), float(second)) == [Send(PEER, m.Renew(US, ("l1",)))]
@@ -251,21 +243,18 @@ def test_a_peer_that_answers_heartbeats_is_not_lost_until_the_transfer_deadline(
     assert failure(target.handle(Tick(), 20.5)).reason == "deadline"
 
 
-def test_nobody_writes_to_a_target_that_reads():
-    target = session()
+def test_nobody_writes_to_a_target_that_reads(target):
     for step in POSTED:
         play(target, [step])
         assert not target.may_be_written()
 
 
-def test_an_idle_peer_is_not_lost_and_not_bothered():
-    target = session()
+def test_an_idle_peer_is_not_lost_and_not_bothered(target):
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     play(target, [(100.0, Tick(), []), (200.0, Tick(), [])])
 
 
-def test_a_peer_that_had_nothing_to_say_for_long_is_not_lost_by_the_next_claim():
-    target = session()
+def test_a_peer_that_had_nothing_to_say_for_long_is_not_lost_by_the_next_claim(target):
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     again = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
     claim = Send(PEER, m.Claim(US, "q2", again.reference, 6, (0,)))
@@ -291,16 +280,14 @@ def test_unanswered_messages_are_repeated():
     assert LANDED in target.handle(Tick(), 1.2)
 
 
-def test_a_source_whose_process_has_ended_is_not_waited_for():
-    target = session()
+def test_a_source_whose_process_has_ended_is_not_waited_for(target):
     play(target, [(0.0, WANTED, [HELLO]), (0.6, Tick(), [HELLO, CheckLiveness(PEER)])])
     commands = play(target, [(0.7, PeerGone(PEER), [Count, FetchFailed, BlocksReleased, Disconnect(PEER)])])
     assert failure(commands).reason == "peer_lost"
     play(target, [(0.8, PeerGone(PEER), []), (1.0, replace(WANTED, request_id="q2"), [HELLO])])
 
 
-def test_a_silent_source_whose_process_has_ended_is_not_waited_for_either():
-    target = session()
+def test_a_silent_source_whose_process_has_ended_is_not_waited_for_either(target):
     play(target, POSTED)
     assert CheckLiveness(PEER) not in target.handle(Tick(), 2.3)
     assert CheckLiveness(PEER) in target.handle(Tick(), 2.5)
@@ -308,14 +295,12 @@ def test_a_silent_source_whose_process_has_ended_is_not_waited_for_either():
     assert failure(target.handle(PeerGone(PEER), 3.0)).reason == "peer_lost"
 
 
-def test_a_source_that_nobody_waits_for_is_not_lost_by_a_knock():
-    target = session()
+def test_a_source_that_nobody_waits_for_is_not_lost_by_a_liveness_probe(target):
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     play(target, [(0.8, PeerGone(PEER), [])])
 
 
-def test_a_handshake_has_a_deadline():
-    target = session()
+def test_a_handshake_has_a_deadline(target):
     target.handle(WANTED, 0.0)
     commands = target.handle(Tick(), 5.0)
     assert failure(commands).reason == "deadline"
@@ -323,8 +308,7 @@ def test_a_handshake_has_a_deadline():
     play(target, [(6.0, replace(WANTED, request_id="q2"), [HELLO])])
 
 
-def test_a_restarted_source_is_refused_and_met_anew():
-    target = session()
+def test_a_restarted_source_is_refused_and_met_anew(target):
     refused = m.Refusal(m.Reason.WRONG_EPOCH, "the engine has restarted", "epoch-1", "epoch-2", "")
     commands = play(
         target, [(0.0, WANTED, [HELLO]), (0.1, answer(refused), [Count, FetchFailed, BlocksReleased, Disconnect])]
@@ -393,9 +377,8 @@ def greet(target, ranks=RANKS, numbers=(0, 1), num_ranks=2, costs=TYPICAL_HOST):
     return commands
 
 
-def test_two_source_ranks_are_read_and_both_must_be_valid():
+def test_two_source_ranks_are_read_and_both_must_be_valid(target):
     """Bytes are on their way from the first grant on, whoever comes later."""
-    target = session()
     assert [claim.peer for claim in greet(target)] == PEERS
     for began, peer in zip((0.3, 0.6), PEERS, strict=True):
         play(target, [(began, AnswerArrived(peer, GRANT), [Post])])
@@ -407,8 +390,7 @@ def test_two_source_ranks_are_read_and_both_must_be_valid():
     assert phases == {"handshake": 0.2, "claim": 0.1, "wire": 0.4, "verify": 0.2}
 
 
-def test_a_source_that_grants_late_has_its_own_time_to_move():
-    target = session()
+def test_a_source_that_grants_late_has_its_own_time_to_move(target):
     greet(target)
     first, second = PEERS
     play(target, [(0.3, AnswerArrived(first, GRANT), [Post]), (0.4, TicketEnded(ReadKey("q1", first), ""), [Send])])
@@ -431,8 +413,7 @@ def test_that_one_source_gets_on_is_no_reason_to_wait_for_another(granted_at, en
     assert ends[0] == ends_at + 1
 
 
-def test_a_read_that_hangs_has_the_time_from_its_own_grant():
-    target = session()
+def test_a_read_that_hangs_has_the_time_from_its_own_grant(target):
     greet(target)
     play(target, [(at, AnswerArrived(peer, GRANT), [Post]) for at, peer in zip((1, 5), PEERS, strict=True)])
     said = [(now, AnswerArrived(peer, m.Renewed(()))) for now in range(6, 40) for peer in PEERS]
@@ -549,14 +530,12 @@ def test_a_rank_without_any_work_is_done_at_once():
     assert (type(fetched), fetched.report.num_bytes) == (Fetched, 0)
 
 
-def test_a_fetch_that_fails_before_its_claim_tells_the_source():
-    target = session()
+def test_a_fetch_that_fails_before_its_claim_tells_the_source(target):
     play(target, [*HANDSHAKE[:2], (0.2, AbortRequest("q1"), [Count, FetchFailed, ABORT, BlocksReleased])])
 
 
-def test_a_peer_that_answers_anything_but_what_it_should_is_a_deadline():
+def test_a_peer_that_answers_anything_but_what_it_should_is_a_deadline(target):
     """Neither a grant nor silence: only the limit of the whole fetch ends this."""
-    target = session()
     play(target, HANDSHAKE)
     for second in range(1, 26):
         target.handle(answer(m.Renewed(())), float(second))
@@ -570,8 +549,7 @@ def test_valid_for_another_claim_is_not_ours():
     play(session(), [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q9")), [])])
 
 
-def test_heartbeats_go_on_until_the_answer_to_landed():
-    target = session()
+def test_heartbeats_go_on_until_the_answer_to_landed(target):
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED])])
     assert Send(PEER, m.Renew(US, ("l1",))) in target.handle(Tick(), 1.5)
 
@@ -580,14 +558,12 @@ def test_a_lease_of_somebody_else_that_is_gone_changes_nothing():
     play(session(), [*POSTED, (0.5, answer(m.Renewed(("l9",))), [])])
 
 
-def test_losing_a_peer_twice_fails_a_fetch_once():
-    target = session()
+def test_losing_a_peer_twice_fails_a_fetch_once(target):
     play(target, [*POSTED, (0.5, PeerUnreachable(PEER, "gone"), [Count, FetchFailed, Cancel(KEY), Disconnect])])
     play(target, [(0.6, PeerUnreachable(PEER, "gone"), [Disconnect])])
 
 
-def test_a_farewell_ends_with_the_silence_of_its_peer():
-    target = session()
+def test_an_abort_ends_with_the_silence_of_its_peer(target):
     play(target, [*POSTED, (0.5, AbortRequest("q1"), FAILED), (0.5, TicketEnded(KEY, ""), [BlocksReleased])])
     assert target.next_deadline(0.5) < 2.0
     assert ABORT in target.handle(Tick(), 1.5)
@@ -621,9 +597,8 @@ def test_another_layout_than_announced_is_refused():
     assert failure(commands).reason == "malformed"
 
 
-def test_a_new_incarnation_replaces_the_old_one():
+def test_a_new_incarnation_replaces_the_old_one(target):
     """Else every restart of an idle source would keep the memory of the one before mapped."""
-    target = session()
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     newer = PeerKey(PEER.address, "p0", "epoch-2")
     welcome = m.Welcome(m.WIRE_VERSION, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT))
@@ -669,16 +644,14 @@ def test_a_lease_is_not_held_for_ever():
     assert target.next_deadline(6.0) > 100.0
 
 
-def test_a_source_that_cannot_be_met_is_met_again_when_the_turn_comes():
-    target = session()
+def test_a_source_that_cannot_be_met_is_met_again_when_the_turn_comes(target):
     target.handle(HOLD, 0.0)
     assert Disconnect(PEER) in target.handle(Tick(), 5.1)
     assert target.handle(Tick(), 6.2) == []
     assert target.handle(WANTED, 7.0) == [HELLO]
 
 
-def test_a_lease_is_kept_while_a_transport_to_its_source_is_looked_for():
-    target = session()
+def test_a_lease_is_kept_while_a_transport_to_its_source_is_looked_for(target):
     play(target, HANDSHAKE[:3])
     renew = Send(PEER, m.Renew(US, ("l1",)))
     assert renew in target.handle(Tick(), 1.2)

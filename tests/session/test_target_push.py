@@ -85,7 +85,7 @@ def test_the_offer_is_repeated_and_a_source_that_cannot_connect_ends_the_fetch(t
     assert failure(play(target, steps)).reason == "unreachable"
 
 
-def test_the_word_may_overtake_the_grant(target):
+def test_written_may_overtake_the_grant(target):
     play(target, [*HANDSHAKE, (0.6, WRITTEN, []), (0.6, GRANT, []), (0.7, VALID, [Fetched])])
 
 
@@ -106,7 +106,7 @@ def test_asked_again_the_source_says_how_far_it_is(target):
 
 
 @pytest.mark.parametrize("steps", [HANDSHAKE, GRANTED], ids=["claimed", "granted"])
-def test_an_aborted_push_waits_for_the_word_of_the_source(target, steps):
+def test_an_aborted_push_waits_for_the_acknowledgement(target, steps):
     """Also one that has only been claimed: the source may be faster than its grant."""
     play(target, [*steps, (0.5, AbortRequest("q1"), FAILED)])
     assert target.num_open() == 1

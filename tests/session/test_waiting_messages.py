@@ -44,7 +44,7 @@ def test_one_peer_cannot_take_all_the_room_and_may_still_repeat_itself():
     assert waiting.add("one more", early(OTHER, "one more", peer="y"))
 
 
-def test_aborted_claims_are_remembered_for_their_time_from_the_last_word_on():
+def test_aborted_claims_are_remembered_for_their_time_from_the_last_abort_on():
     aborted = AbortedClaims()
     aborted.add(ONE, "q1", 10.0)
     aborted.add(ONE, "q2", 11.0)

@@ -139,7 +139,7 @@ class Offer(Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
 
 
 class TargetOffer(Struct, frozen=True, tag="target_offer", forbid_unknown_fields=True):
-    """A target rank's wish to be written to: the layouts of all ranks of its engine, as the route depends on them, and
+    """A target rank asks to be written to: the layouts of all ranks of its engine, as the route depends on them, and
     the ways to reach its own memory. `staging` is what a process of the same host needs to attach its staging memory,
     empty where nobody can."""
 

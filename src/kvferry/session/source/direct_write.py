@@ -25,7 +25,7 @@ MIN_AHEAD = 2
 @dataclass(slots=True)
 class DirectWrite:
     """`peer` names whom to answer, `error` says what did not work. `todo` are the stretches that are not posted, `uses`
-    the tickets that are open, in their order. `has_got_on`: one has ended since the target last asked.
+    the tickets that are open, in their order. `has_progressed`: one has ended since the target last asked.
 
     With `bundles` of states, what is computed of some states is sent before the other states are: `cut` is the
     stretch that is sent so, and `cut_todo` what is not posted of it. `is_clean` says that nothing which was sent can be
@@ -43,7 +43,7 @@ class DirectWrite:
     num_posted: int = 0
     num_bytes: int = 0
     num_rows: int = 0
-    has_got_on: bool = False
+    has_progressed: bool = False
     error: str = ""
     is_clean: bool = True
     is_aborted: bool = False
@@ -63,8 +63,8 @@ class DirectWrite:
         write that hangs."""
         if self.error:
             return Refusal(Reason.TRANSPORT, "the write failed", self.error, "", self.key.claim_id)
-        has_got_on, self.has_got_on = self.has_got_on, False
-        if (self.todo or self.cut_todo) and (has_got_on or not self.uses):
+        has_progressed, self.has_progressed = self.has_progressed, False
+        if (self.todo or self.cut_todo) and (has_progressed or not self.uses):
             return Queued(self.key.claim_id)
         if self.is_open:
             return Grant(self.key.claim_id, ())
@@ -121,7 +121,7 @@ class DirectWrite:
             return
         self.uses.pop(event.key, None)
         self.is_clean = self.is_clean and not event.error
-        self.has_got_on = True
+        self.has_progressed = True
         if event.error:
             yield from self.fail(event.error)
 

@@ -70,16 +70,16 @@ class PackedWrite:
             with suppress(FerryError):
                 self.plan.slots(0)
 
-    def pack(self, message: Pack, peer: str, gets_on: bool) -> Iterator[Command]:
+    def pack(self, message: Pack, peer: str, is_advancing: bool) -> Iterator[Command]:
         """Gather and write a slot, once; a repeated request is answered with its progress, whatever address it has. A
-        target that waits for a slot of ours is told to wait only while other slots make progress (`gets_on`).
+        target that waits for a slot of ours is told to wait only while other slots make progress (`is_advancing`).
 
         Raises RequestError for a slot that does not exist.
         """
         self.peer = peer
         key = SlotKey(self.key, message.stretch, message.number)
         if self.error or key in self.done or key in self.uses:
-            yield Reply(peer, self._how_far(key, gets_on))
+            yield Reply(peer, self._how_far(key, is_advancing))
         elif not self._is_ready(key):
             # The target was told how many tokens are missing, and will ask again.
             yield Reply(peer, Queued(self.key.claim_id))
@@ -87,14 +87,14 @@ class PackedWrite:
             use = self.uses[key] = SlotUse.started(key, self._slot(key), message.address)
             yield Acquire(key, use.slot.num_bytes, use.far_address)
 
-    def _how_far(self, key: SlotKey, gets_on: bool) -> Packed | Grant | Refusal | Queued | Renewed:
+    def _how_far(self, key: SlotKey, is_advancing: bool) -> Packed | Grant | Refusal | Queued | Renewed:
         """The answer for a slot that was asked for before, and for every slot once the claim has failed."""
         if key in self.done:
             return self._packed(key)
         if self.error:
             return self.status()
         is_waiting = self.uses[key].state is SlotState.WAITING
-        return Queued(self.key.claim_id) if is_waiting and gets_on else Renewed(())
+        return Queued(self.key.claim_id) if is_waiting and is_advancing else Renewed(())
 
     def _is_ready(self, key: SlotKey) -> bool:
         """Whether the tokens of a slot are computed; of one that does not exist, there is nothing to wait for."""

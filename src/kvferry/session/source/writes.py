@@ -109,7 +109,7 @@ class Writes:
         if not isinstance(packing, PackedWrite):
             what = "a staging slot for a transfer that is not packed"
             raise TransferError(Reason.NOT_CLAIMED, what, found=message.claim_id)
-        yield from packing.pack(message, peer, gets_on=now - self._moved_at < self._transfer_s)
+        yield from packing.pack(message, peer, is_advancing=now - self._moved_at < self._transfer_s)
 
     def grown(self, lease: Lease) -> Iterator[Command]:
         """More tokens are computed: write them, and tell targets that have slots packed."""

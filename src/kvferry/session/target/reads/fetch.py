@@ -84,7 +84,7 @@ class Read:
     the source has granted the claim; `plans` has what is planned before that. `subject` is what is digested, `extracts`
     where it lies here, once it `is_prepared`, and `ours` and `theirs` are the digests. With `is_confirmed` a source
     that writes has confirmed the read before all bytes were in their blocks. `granted_at` is when the claim was
-    granted, `got_on_at` when the read last made progress, and `moved_at` when it did or had a reason to wait.
+    granted, `progressed_at` when the read last made progress, and `moved_at` when it did or had a reason to wait.
     """
 
     machine: StateMachine
@@ -105,7 +105,7 @@ class Read:
     theirs: tuple[bytes, ...] = ()
     granted_at: float = 0.0
     moved_at: float = 0.0
-    got_on_at: float = 0.0
+    progressed_at: float = 0.0
 
     @classmethod
     def started(cls, name: str, mode: TransferMode, subject: Subject, now: float) -> Read:
@@ -135,14 +135,14 @@ class Read:
         return self.state in OPEN
 
     @property
-    def is_waiting(self) -> bool:
+    def awaits_slots(self) -> bool:
         """Whether it only waits for staging memory."""
-        return any(pipeline.is_waiting for pipeline in self.pipeline)
+        return any(pipeline.awaits_slots for pipeline in self.pipeline)
 
     @property
-    def is_behind(self) -> bool:
+    def awaits_tokens(self) -> bool:
         """Whether it only waits for tokens that are not computed yet."""
-        return any(pipeline.is_behind for pipeline in self.pipeline)
+        return any(pipeline.awaits_tokens for pipeline in self.pipeline)
 
     @property
     def is_digesting(self) -> bool:

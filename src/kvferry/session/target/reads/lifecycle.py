@@ -143,7 +143,7 @@ class Reads:
                 fetch.granted(read, now)
             return
         for fetch, read in reads_of(self._fetches, peer.key, grant.claim_id, ReadState.MOVING):
-            if read.is_behind:
+            if read.awaits_tokens:
                 # Its source is alive and still computes.
                 read.moved_at = now
             yield from self.staged.computed(fetch, peer.key, grant.num_missing_tokens, now)
@@ -209,7 +209,7 @@ class Reads:
         ):
             if not read.pipeline:
                 read.moved_at = now
-            elif now - read.got_on_at < self._timing.hold_s:
+            elif now - read.progressed_at < self._timing.hold_s:
                 read.moved_at = self.staged.moved_at = now
         yield from ()
 
@@ -255,7 +255,7 @@ class Reads:
                 continue
             read.last_sent = now
             is_writing = read.is_exposed and not read.strategy.is_staged
-            if read.state in UNGRANTED or ((is_writing or read.is_behind) and not fetch.failed):
+            if read.state in UNGRANTED or ((is_writing or read.awaits_tokens) and not fetch.failed):
                 # A source that writes answers a repeated claim with its progress.
                 yield Send(key, self._claim_of(fetch, key))
             elif read.state in ASKING:

@@ -56,12 +56,12 @@ class SlotPipeline:
         return not (self._open or self._todo or self._stretches)
 
     @property
-    def is_behind(self) -> bool:
+    def awaits_tokens(self) -> bool:
         """Whether it only waits for tokens that are not computed, as far as we know."""
         return bool(self._todo) and not self._open
 
     @property
-    def is_waiting(self) -> bool:
+    def awaits_slots(self) -> bool:
         """Whether it only waits for slots, which others have."""
         return bool(self._open) and all(use.state is SlotState.WAITING for use in self._open.values())
 

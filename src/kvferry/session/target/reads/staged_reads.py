@@ -78,7 +78,7 @@ class StagedReads:
 
     def retry(self, fetch: Fetch, read: Read, now: float, resend_s: float) -> Iterator[Step]:
         """Ask again for slots that were not written. A read may wait for slots as long as others make progress."""
-        if read.is_waiting:
+        if read.awaits_slots:
             read.moved_at = max(read.moved_at, self.moved_at)
         for pipeline in read.pipeline:
             if not fetch.failed:
@@ -96,7 +96,7 @@ class StagedReads:
     def _on(self, fetch: Fetch, peer: PeerKey, steps: Iterator[Step], now: float) -> Iterator[Step]:
         """Yield the next steps of a read, and `land` it when nothing is left to do."""
         read = fetch.reads[peer]
-        read.moved_at = read.got_on_at = now
+        read.moved_at = read.progressed_at = now
         try:
             yield from steps
         except FerryError as error:
