@@ -467,7 +467,7 @@ def test_a_promise_that_is_not_kept_is_made_by_another_at_once(last, reason, cap
             assert await c.metric(ERRORS % reason) == 1
             assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
             # The router itself has ended the leg: no trouble of the decode engine's is blamed.
-            told = [record.getMessage() for record in caplog.records if "the decode leg" in record.getMessage()]
+            told = [record.getMessage() for record in caplog.records if "the decode request" in record.getMessage()]
             assert [words.rpartition(": ")[2] for words in told] == ["prefill_lost"]
             await until_idle(c)
 
