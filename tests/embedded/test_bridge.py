@@ -6,7 +6,6 @@ import pytest
 
 from kvferry import AgentConfig
 from kvferry.embedded.engine.records import Grown
-from kvferry.embedded.transfer import agent_transfer
 from kvferry.embedded.transfer.agent_report import AgentCollector
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.errors import TransferError
@@ -344,35 +343,6 @@ def test_a_promise_is_kept_longer_than_a_lease_lives():
         assert await source.freed() == "r1"
 
     with_two_sides(scenario, lease_s=3.0)
-
-
-def test_a_promise_of_an_engine_that_stands_still_runs_out(monkeypatch):
-    monkeypatch.setattr(agent_transfer, "MAX_SILENT_WORDS", 1)
-
-    async def scenario(source, target):
-        await source.transfer.promise("r1", prompt(7))
-        assert await source.freed() == "r1"
-        assert dict(source.transfer.leases_ended) == {"expired": 1}
-
-    with_two_sides(scenario, lease_s=0.5)
-
-
-def test_an_engine_that_goes_on_has_all_its_silent_words_again(monkeypatch):
-    monkeypatch.setattr(agent_transfer, "MAX_SILENT_WORDS", 2)
-
-    async def scenario(source, target):
-        words = []
-        await source.transfer.promise("r1", prompt(7))
-        monkeypatch.setattr(source.transfer.agent, "grow", words.append)
-        for _ in range(3):
-            source.transfer._keep_promise("r1")
-        assert [word.num_ready for word in words] == [0, 0]
-        source.transfer.grow("r1", Grown(4, [[1]]))
-        for _ in range(3):
-            source.transfer._keep_promise("r1")
-        assert [word.num_ready for word in words] == [0, 0, 4, 0, 0]
-
-    with_two_sides(scenario)
 
 
 def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():

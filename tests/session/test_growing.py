@@ -20,7 +20,7 @@ from kvferry.plan.description.layout import Axis, State
 from kvferry.plan.description.model import CacheModel, Kept, LayerCache
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.commands import Cancel, Connect, FetchFailed, LeaseEnded, Post, Reply
+from kvferry.session.commands import Cancel, Connect, Count, FetchFailed, LeaseEnded, Post, Reply
 from kvferry.session.events import NOT_AHEAD, Ahead, LeaseProgress, Tick, TicketEnded
 from kvferry.session.keys import SlotKey
 from kvferry.session.source.handshake import SourceIdentity
@@ -45,10 +45,20 @@ def test_a_lease_is_done_once_all_is_computed_and_not_when_all_readers_are(sourc
     play(source, [(5, said(LANDED), [VALID]), (6, grown(6), []), (7, grown(7), [FREE])])
 
 
-def test_the_last_progress_repeated_changes_nothing_but_the_deadline(source):
-    """A prompt may take longer than its lease lives."""
-    waits = [(at, grown(0, NOWHERE), []) for at in range(2, 100, int(TIMING.lease_s) - 1)]
-    play(source, [*BEGUN, *waits, (99, grown(6), [Post]), (100, grown(0, NOWHERE), [])])
+def test_a_growing_lease_lasts_until_its_engine_stands_still(source):
+    """A prompt may take longer than another lease lives, and has all of that time again when it goes on."""
+    ended = 2 * TIMING.stalled_s - 1
+    play(source, [(0, GROWING, []), (TIMING.stalled_s - 1, grown(5), []), (ended - 1, Tick(), [])])
+    play(source, [(ended, Tick(), [LeaseEnded("r1", "expired"), Count])])
+
+
+def test_a_lease_that_is_computed_lasts_as_long_as_any_other(source):
+    play(source, [(0, GROWING, []), (1, grown(7), []), (TIMING.lease_s, Tick(), [])])
+    play(source, [(1 + TIMING.lease_s, Tick(), [LeaseEnded("r1", "expired"), Count])])
+
+
+def test_the_last_progress_repeated_changes_nothing(source):
+    play(source, [*BEGUN, (2, grown(0, NOWHERE), []), (99, grown(6), [Post]), (100, grown(0, NOWHERE), [])])
 
 
 def test_progress_that_goes_backwards_changes_nothing(source):

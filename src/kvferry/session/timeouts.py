@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STALLED_LEASES = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -31,6 +33,12 @@ class Timing:
     hold_s: float = 600.0
     idle_peer_s: float = 600.0
     fence_s: float = 10.0
+
+    @property
+    def stalled_s(self) -> float:
+        """How long a growing lease lasts without a word of its engine: one that gets no further for so long will
+        not."""
+        return self.lease_s * STALLED_LEASES
 
     @property
     def silence_s(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,19 +32,6 @@ from kvferry.layout import Layout
 
 logger = logging.getLogger(__name__)
 
-# So often within a lease its agent hears that a prompt is still being computed.
-WORDS_PER_LEASE = 3
-# And so often when nothing more of it is: an engine that stands still for 20 leases will not go on.
-MAX_SILENT_WORDS = 60
-
-
-@dataclass(slots=True)
-class _Promise:
-    """A prompt that will have `num_tokens` tokens; nothing more of it was computed for `num_words` words."""
-
-    num_tokens: int
-    num_words: int = 0
-
 
 @dataclass(frozen=True, slots=True)
 class ReceivedCache:
@@ -75,9 +61,6 @@ class AgentTransfer:
         self._release = release
         # The lease of each offered request: only who knows its id may end it.
         self._lease_ids: dict[str, str] = {}
-        # What is promised and not all computed yet.
-        self._growing: dict[str, _Promise] = {}
-        self._word_s = config.timing.lease_s / WORDS_PER_LEASE
         self.leases_ended: Counter[str] = Counter()
 
     @property
@@ -92,7 +75,6 @@ class AgentTransfer:
 
     async def start(self) -> None:
         """Begin; notices come to the running loop."""
-        self._loop = asyncio.get_running_loop()
         await self._agent.start()
 
     async def wait_until_over(self) -> None:
@@ -119,29 +101,11 @@ class AgentTransfer:
         """
         nowhere, num_tokens = ((),) * self._num_groups, prompt.num_tokens
         wanted = LeaseRequest(request_id, new_lease_id(), nowhere, num_tokens, is_growing=True, prompt=prompt)
-        params = self._lease(wanted)
-        self._growing[request_id] = _Promise(num_tokens)
-        self._loop.call_later(self._word_s, self._keep_promise, request_id)
-        return params
+        return self._lease(wanted)
 
     def grow(self, request_id: str, grown: Grown) -> None:
         """So much of what was promised is in these blocks, and stays. Unknown ids are fine."""
-        promise = self._growing.get(request_id)
-        if promise is None:
-            return
-        promise.num_words = 0
-        if grown.num_tokens == promise.num_tokens:
-            del self._growing[request_id]
         self.agent.grow(LeaseProgress(request_id, _tables(grown.block_tables), grown.num_tokens, grown.ahead))
-
-    def _keep_promise(self, request_id: str) -> None:
-        """A prompt may wait for its turn, or a step may take, longer than a lease lives: no news is news as well. Of an
-        engine that stands still there is none, and the lease runs out."""
-        promise = self._growing.get(request_id)
-        if promise is not None and promise.num_words < MAX_SILENT_WORDS:
-            promise.num_words += 1
-            self.agent.grow(LeaseProgress(request_id, ((),) * self._num_groups, 0))
-            self._loop.call_later(self._word_s, self._keep_promise, request_id)
 
     def _lease(self, wanted: LeaseRequest) -> dict[str, object]:
         reference = self._agent.lease(wanted)
@@ -221,7 +185,6 @@ class AgentTransfer:
 
     def _lease_ended(self, ended: LeaseEnded) -> None:
         self._lease_ids.pop(ended.request_id, None)
-        self._growing.pop(ended.request_id, None)
         self.leases_ended[str(ended.reason)] += 1
         if ended.reason != "done":
             party = self.agent.party

@@ -126,12 +126,11 @@ class Lease:
         knows its unguessable id may."""
         return party in self.completed or (self.live and (not self.claims or party in self.claims))
 
-    def claim(self, claim: Claim, deadline: float) -> None:
-        """Note a granted claim; the same claim again changes nothing but the deadline."""
+    def claim(self, claim: Claim) -> None:
+        """Note a granted claim; the same claim again changes nothing."""
         self.machine.move("claim")
         self.readers |= frozenset(claim.readers)
         self.claims.setdefault(claim.party, Granted(claim.claim_id, claim.direction, claim.subject))
-        self.deadline = deadline
 
     def complete(self, party: Party, digests: tuple[bytes, ...]) -> None:
         """A reader has its bytes, and is told so with these."""

@@ -77,18 +77,24 @@ class LeaseTable:
 
     def open(self, request: LeaseRequest, now: float) -> None:
         """Nobody has claimed it yet."""
-        lease = Lease.opened(request, now + self._timing.lease_s)
+        lease = Lease.opened(request, now)
+        self.renew(lease, now)
         self._by_id[request.lease_id] = self._by_request[request.request_id] = lease
         self._note_deadline(lease)
 
     def claim(self, lease: Lease, claim: Claim, now: float) -> None:
         """Note a granted claim, and renew the lease."""
-        lease.claim(claim, now + self._timing.lease_s)
+        lease.claim(claim)
+        self.renew(lease, now)
         self._claimed[lease.request.lease_id] = lease
 
     def renew(self, lease: Lease, now: float) -> None:
-        """It lasts `lease_s` from now on."""
-        lease.deadline = now + self._timing.lease_s
+        """It lasts `lease_s` from now on. While it grows it lasts longer: its prompt may wait for its turn, or a step
+        may take, for more than a lease."""
+        before, timing = lease.deadline, self._timing
+        lease.deadline = now + (timing.lease_s if lease.is_computed else timing.stalled_s)
+        if lease.deadline < before:
+            self._note_deadline(lease)
 
     def expire(self, now: float) -> list[Command]:
         """End those whose time is over, and forget those that ended long ago."""
