@@ -90,9 +90,8 @@ def test_every_body_that_is_sent_is_json():
 
 def keys_of_the_connector():
     text = next((SOURCE / "kvferry/connectors/vllm").rglob("settings.py")).read_text()
-    assigned = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
-    tables = {node.targets[0].id: node.value for node in assigned if isinstance(node.targets[0], ast.Name)}
-    return set(ast.literal_eval(tables["KNOWN_KEYS"]))
+    (keys,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "ExtraConfig")
+    return {field.target.id for field in keys.body if isinstance(field, ast.AnnAssign)}
 
 
 def test_every_transfer_configuration_is_json_of_known_keys():

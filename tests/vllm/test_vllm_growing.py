@@ -12,21 +12,20 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
     importlib.import_module("vllm.v1.worker.utils")
 
-from test_vllm_worker import NOTHING, SETTINGS, Rank, fetch
+from test_vllm_worker import NOTHING, Rank, fetch
 from test_vllm_worker import rank as rank  # the fixture
 
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, LeaseOrder, Orders, PromiseOrder
-from kvferry.connectors.vllm.worker.deferred_commands import LateOrders, end_of_request
-from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source, at_once
+from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, at_once, end_of_request
+from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
-from kvferry.connectors.vllm.worker.prefill_progress import MAX_SILENT_WORDS, Growing
 from kvferry.connectors.vllm.worker.worker import _Started
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.plan.description.layout import Layout
 from kvferry.session.commands import AgentStopped, LeaseEnded
-from kvferry.session.events import LeaseProgress, LeaseRequest
+from kvferry.session.events import LeaseRequest
 from kvferry.wire.messages import Reference
 
 NAME, PROMPT = "early-1", 40
@@ -55,18 +54,14 @@ def with_groups(rank, *groups, milestone=None, layer_ends=None):
     """The rank with another description of its caches, and with a device."""
     described = Described(Layout((), (), (), ()), (), groups, (0,))
     source = Source(rank.agent, described, milestone) if milestone else Source(rank.agent, described)
-    legs = EarlyLegs(source, rank.worker._open, SETTINGS.lease_s, layer_ends or {})
-    rank.worker._started = [_Started(rank.agent, described, legs, LateOrders(milestone or at_once))]
+    legs = EarlyLegs(source, rank.worker._open, layer_ends or {})
+    rank.worker._started = [_Started(rank.agent, described, legs, DeferredCommands(milestone or at_once))]
     return rank
 
 
 def nothing_is_left(rank):
     (started,) = rank.worker._started
-    return (started.early_legs._growing._promises, rank.worker._open._promised, rank.worker._open._leased) == (
-        {},
-        {},
-        {},
-    )
+    return not (started.early_legs._num_before or rank.worker._open._promised or rank.worker._open._leased)
 
 
 def told(rank):
@@ -232,7 +227,7 @@ def test_what_a_layer_has_computed_is_told_in_the_middle_of_the_step(rank):
     rank.worker.layer_ended("first")
     rank.worker.layer_ended("second")
     assert len(rank.agent.grown) == 4, "nothing after it was taken back"
-    assert not rank.worker._started[0].early_legs._growing._num_before
+    assert not rank.worker._started[0].early_legs._num_before
 
 
 def test_layers_are_told_of_when_the_device_has_done_them_and_after_the_step_before(rank):
@@ -278,42 +273,12 @@ def test_an_eighth_of_the_states_is_worth_a_word_and_so_are_the_last_ones():
     assert LayerProgress({}).ended("layer 1") == 0
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_a_prompt_that_waits_is_mentioned_until_it_has_waited_too_long():
-    """Three words per lease, also while its prompt gets on; an engine that gets no further has no say any more."""
-    words, clock = [], Clock()
-    growing = Growing(words.append, lambda: lambda: True, 30.0, clock)
-    growing.open(NAME)
-    for clock.now in range(100):
-        growing.step(())
-    assert words == [LeaseProgress(NAME, (), 0)] * 9
-    growing.step([LeaseProgress(NAME, ((1,),), 16)])
-    words.clear()
-    growing.step(())
-    assert words == [LeaseProgress(NAME, ((1,),), 16)]
-    for clock.now in range(100, 100 + 10 * (MAX_SILENT_WORDS + 5)):
-        growing.step(())
-    assert len(words) == 1 + MAX_SILENT_WORDS
-    growing.close(NAME)
-    growing.step([LeaseProgress(NAME, ((1,),), 32)])
-    growing.step(())
-    assert len(words) == 1 + MAX_SILENT_WORDS
-
-
-def test_nothing_is_said_of_a_prompt_after_its_end():
-    words, clock = [], Clock()
-    growing = Growing(words.append, lambda: lambda: True, 30.0, clock)
-    growing.open(NAME)
-    growing.end(LeaseProgress(NAME, ((1,),), PROMPT))
-    clock.now = 1000.0
-    growing.step(())
-    assert [word.num_ready for word in words] == [PROMPT]
+def test_nothing_is_said_of_a_prompt_that_nobody_is_promised(rank):
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
+    rank.worker.obey(Orders(ended=[KEPT]))
+    rank.worker.obey(Orders(growths=[grows(32), grows(16, "never promised")]))
+    rank.worker.obey(Orders())
+    assert [num_ready for _, _, num_ready in told(rank)] == [16, PROMPT]
 
 
 def test_two_prompts_are_told_apart(rank):

@@ -23,9 +23,8 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from kvferry.connectors.vllm.scheduler import adapter_numbers, adapters, prompts
-from kvferry.connectors.vllm.scheduler.adapter_loads import tell_of_loads
-from kvferry.connectors.vllm.scheduler.adapter_numbers import AdapterNumbers
+from kvferry.connectors.vllm.scheduler import adapters, prompts
+from kvferry.connectors.vllm.scheduler.adapters import AdapterNumbers, tell_of_loads
 from kvferry.connectors.vllm.scheduler.prompts import Prompts, media_are_identified, media_options
 from kvferry.errors import RequestError
 from kvferry.plan.description.prompt import Prompt
@@ -326,7 +325,7 @@ def test_only_so_many_adapters_are_remembered(tmp_path, monkeypatch):
 
 
 def test_numbers_that_nobody_uses_are_forgotten_first(monkeypatch):
-    monkeypatch.setattr(adapter_numbers, "MAX_KNOWN", 2)
+    monkeypatch.setattr(adapters, "MAX_KNOWN", 2)
     numbers = AdapterNumbers()
     first, second, third = (LoRARequest("tuned", number, f"/{number}") for number in (1, 2, 3))
     numbers.begin("r", first)

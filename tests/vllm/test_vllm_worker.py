@@ -17,11 +17,12 @@ with warnings.catch_warnings():
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from kvferry.agent.config import AgentConfig
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, agent_name
 from kvferry.connectors.vllm.settings import Settings
-from kvferry.connectors.vllm.worker.deferred_commands import LateOrders
-from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source, at_once
+from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, at_once
+from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source
 from kvferry.connectors.vllm.worker.worker import Worker, _Started
 from kvferry.errors import TransferError
 from kvferry.plan.description.layout import Layout
@@ -30,7 +31,7 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
 from kvferry.wire.messages import Party, Reason, Reference
 
-SETTINGS = Settings("ours", "127.0.0.1", 0, "auto", 30.0, "", is_loss_fatal=True)
+SETTINGS = Settings(AgentConfig("ours"), is_loss_fatal=True)
 REFERENCE = Reference("prefill", "epoch", "cmpl-there", "lease")
 REPORT = FetchReport(39, 4096, 1, "tcp", "tcp 1 GB/s", "direct", {"wire": 0.1})
 LOST = TransferError(Reason.PEER_LOST, "gone")
@@ -74,8 +75,8 @@ class Rank:
         self.agent = FakeAgent()
         self.worker = Worker(None, SETTINGS, None)
         described = Described(Layout((), (), (), ()), (), (GroupFacts(0),), (0,))
-        early_legs = EarlyLegs(Source(self.agent, described), self.worker._open, SETTINGS.lease_s)
-        self.worker._started.append(_Started(self.agent, described, early_legs, LateOrders(at_once)))
+        early_legs = EarlyLegs(Source(self.agent, described), self.worker._open)
+        self.worker._started.append(_Started(self.agent, described, early_legs, DeferredCommands(at_once)))
 
     def says(self, *notices):
         for notice in notices:
@@ -359,8 +360,8 @@ def test_names_that_were_forsaken_are_not_kept_without_limit(rank):
 def test_a_lease_that_waits_for_the_device_ends_when_the_agent_hears_of_it(rank, monkeypatch):
     """Its end may come in between: the agent must not hear of that first."""
     is_done = []
-    late_orders = LateOrders(lambda: lambda: bool(is_done))
-    monkeypatch.setattr(rank.worker, "_started", [replace(rank.worker._ours(), late_orders=late_orders)])
+    deferred = DeferredCommands(lambda: lambda: bool(is_done))
+    monkeypatch.setattr(rank.worker, "_started", [replace(rank.worker._ours(), deferred=deferred)])
     rank.worker.obey(Orders(leases=[NAMED]))
     assert rank.worker.forsake(["cmpl-r-0"])
     rank.agent.withdrawn.clear()

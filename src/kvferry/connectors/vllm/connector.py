@@ -26,7 +26,7 @@ from kvferry import Reference
 from kvferry.connectors.vllm.metadata import Orders, RankAddress
 from kvferry.connectors.vllm.scheduler.prompts import prompts_of
 from kvferry.connectors.vllm.scheduler.scheduler import Scheduler
-from kvferry.connectors.vllm.settings import check_version, layer_wise_of, settings_of, speak_like_vllm
+from kvferry.connectors.vllm.settings import check_version, settings_of, speak_like_vllm
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm.worker.worker import Worker
 from kvferry.errors import ConfigurationError
@@ -47,10 +47,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         speak_like_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         settings = settings_of(vllm_config)
-        reach = Reach.ANY_HOST if settings.token_file else Reach.THIS_HOST
+        reach = Reach.ANY_HOST if settings.agent.token else Reach.THIS_HOST
         is_scheduler = role == KVConnectorRole.SCHEDULER
         prompts = [prompts_of(vllm_config)] if is_scheduler else []
-        self._schedulers = [Scheduler(settings.engine_id, kv_cache_config, one, reach) for one in prompts]
+        self._schedulers = [Scheduler(settings.agent.engine_id, kv_cache_config, one, reach) for one in prompts]
         self._workers = [] if is_scheduler else [Worker(vllm_config, settings, kv_cache_config)]
 
     @property
@@ -130,7 +130,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Nobody is called in the middle of a whole graph."""
-        return layer_wise_of(extra_config)
+        return extra_config.get("layer_wise") is True
 
     def wait_for_save(self) -> None:
         """Nothing: the cache is read where it lies."""

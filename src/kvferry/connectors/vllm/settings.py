@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+import msgspec
 import vllm
 import vllm.envs
+from msgspec import Meta
 from vllm.config import VllmConfig
 
-from kvferry import DigestPolicy, Direction, StagingPolicy
+from kvferry import AgentConfig, DigestPolicy, Timing, read_token
 from kvferry.errors import ConfigurationError
 from kvferry.options import (
     STAGING_BYTES,
@@ -25,46 +27,51 @@ from kvferry.options import (
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 32), (0, 32)
-KNOWN_KEYS = (
-    "backends",
-    "digest",
-    "host",
-    "kv_lease_duration",
-    "layer_wise",
-    "port",
-    "staging_bytes",
-    "staging_memory",
-    "strategy",
-    "token_file",
-    "transfer_direction",
-    "transport",
-)
-# Keys of the stock connector whose meaning does not exist here: accepted, so that a configuration can stay as it is.
-IGNORED_KEYS = ("enforce_handshake_compat", "engine_ttl", "num_threads", "push_registration_timeout")
-DEFAULT_LEASE_S = 30
+# An agent shares its interpreter and its cores with a rank that computes and polls: a peer may be slow to meet and slow
+# to answer without being lost, and taking it for lost would fail its requests. One whose process has ended is noticed
+# after two heartbeats.
+HANDSHAKE_S = 45.0
+MISSED_HEARTBEATS = 30
+
+
+class IgnoredKeys(msgspec.Struct):
+    """Keys of the stock connector whose meaning does not exist here: accepted, so that a configuration can stay as it
+    is."""
+
+    enforce_handshake_compat: Any = None
+    engine_ttl: Any = None
+    num_threads: Any = None
+    push_registration_timeout: Any = None
+
+
+class ExtraConfig(IgnoredKeys, forbid_unknown_fields=True):
+    """The keys of `kv_connector_extra_config`. `port` is that of rank 0; the others follow it; 0 lets the system choose
+    them all. `backends` is the stock connector's, and can only ask for what NIXL gives us: UCX."""
+
+    backends: list[str] = msgspec.field(default_factory=lambda: ["UCX"])
+    digest: str = DigestPolicy.SAMPLED
+    host: str | None = None
+    kv_lease_duration: Annotated[float, Meta(gt=0)] = 30
+    layer_wise: bool = False
+    port: Annotated[int, Meta(ge=0, le=65535)] | None = None
+    staging_bytes: int = STAGING_BYTES
+    staging_memory: str = StagingMemory.HOST
+    strategy: str = "auto"
+    token_file: str = ""
+    transfer_direction: str = "auto"
+    transport: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One engine's settings. `port` is that of rank 0; the others follow it; 0 lets the system choose them all.
+    """One engine's settings. `agent` is that of rank 0, without an epoch of its own.
 
-    Without a shared token `token_file` is empty. `direction` and `may_turn` are what `transfer_direction` says.
     `is_loss_fatal` says that a request whose cache did not arrive ends with an error and is not computed here.
     """
 
-    engine_id: str
-    host: str
-    port: int
-    transport: str
-    lease_s: float
-    token_file: str
+    agent: AgentConfig
     buffer_device: str = "cpu"
-    digest: DigestPolicy = DigestPolicy.SAMPLED
-    staging: StagingPolicy = field(default_factory=lambda: staging_named("auto"))
-    staging_bytes: int = STAGING_BYTES
     staging_memory: StagingMemory = StagingMemory.HOST
-    direction: Direction = Direction.READ
-    may_turn: bool = True
     is_loss_fatal: bool = False
     layer_wise: bool = False
 
@@ -94,69 +101,61 @@ def settings_of(config: VllmConfig) -> Settings:
     transfer = config.kv_transfer_config
     if transfer is None or transfer.engine_id is None:
         raise ConfigurationError("vLLM was started without a transfer configuration", expected="--kv-transfer-config")
-    extra: dict[str, Any] = transfer.kv_connector_extra_config
-    _check_keys(extra)
+    extra = _extra_config(transfer.kv_connector_extra_config)
+    _check_layer_wise(extra, config)
     _check_outputs(config)
     _check_memory(config)
-    direction = str(extra.get("transfer_direction", "auto"))
-    lease_s = extra.get("kv_lease_duration", DEFAULT_LEASE_S)
-    if isinstance(lease_s, bool) or not isinstance(lease_s, int | float) or not lease_s > 0:
-        raise ConfigurationError("kv_lease_duration is invalid", found=repr(lease_s), expected="seconds above 0")
-    staging_bytes = _staging_bytes(extra)
-    return Settings(
+    timing = Timing(lease_s=extra.kv_lease_duration, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS)
+    agent = AgentConfig(
         engine_id=transfer.engine_id,
-        host=str(extra.get("host", vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST)),
+        host=vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST if extra.host is None else extra.host,
         port=_port(extra, config),
-        transport=_transport(extra),
-        lease_s=float(lease_s),
-        token_file=_token_file(extra),
+        transport=extra.transport,
+        timing=timing,
+        token=read_token(extra.token_file),
+        digest=digest_policy_named(extra.digest),
+        direction=direction_named(extra.transfer_direction),
+        may_turn=may_turn(extra.transfer_direction),
+        staging_bytes=extra.staging_bytes,
+        staging=staging_named(extra.strategy, extra.staging_bytes),
+    )
+    return Settings(
+        agent,
         buffer_device=transfer.kv_buffer_device or "cpu",
-        digest=digest_policy_named(str(extra.get("digest", DigestPolicy.SAMPLED))),
-        staging=staging_named(str(extra.get("strategy", "auto")), staging_bytes),
-        staging_bytes=staging_bytes,
-        staging_memory=staging_memory_named(str(extra.get("staging_memory", StagingMemory.HOST))),
-        direction=direction_named(direction),
-        may_turn=may_turn(direction),
+        staging_memory=staging_memory_named(extra.staging_memory),
         is_loss_fatal=transfer.kv_load_failure_policy == "fail",
-        layer_wise=_layer_wise(extra, config),
+        layer_wise=extra.layer_wise,
     )
 
 
-def layer_wise_of(extra: dict[str, Any]) -> bool:
-    """Raises ConfigurationError for what is neither true nor false."""
-    found = extra.get("layer_wise", False)
-    if not isinstance(found, bool):
-        raise ConfigurationError("layer_wise is invalid", found=repr(found), expected="true or false")
-    return found
+def _extra_config(given: dict[str, Any]) -> ExtraConfig:
+    try:
+        extra = msgspec.convert(given, ExtraConfig)
+    except msgspec.ValidationError as error:
+        known = ", ".join(sorted(set(ExtraConfig.__struct_fields__) - set(IgnoredKeys.__struct_fields__)))
+        raise ConfigurationError(
+            "kv_connector_extra_config is invalid", found=str(error), expected=f"some of {known}"
+        ) from error
+    if extra.backends != ["UCX"]:
+        raise ConfigurationError("kvferry uses only NIXL's UCX backend", found=repr(extra.backends), expected='["UCX"]')
+    for key in sorted(set(given) & set(IgnoredKeys.__struct_fields__)):
+        logger.info("kvferry ignores %s: it has no effect here", key)
+    return extra
 
 
-def _layer_wise(extra: dict[str, Any], config: VllmConfig) -> bool:
+def _check_layer_wise(extra: ExtraConfig, config: VllmConfig) -> None:
     """Only where a layer that has ended has ended for all tokens of the step."""
-    wanted = layer_wise_of(extra)
     several = (
         (config.speculative_config is not None, "speculative decoding"),
         (config.parallel_config.use_ubatching, "dual-batch overlap"),
     )
-    for is_so, what in several if wanted else ():
-        if is_so:
-            raise ConfigurationError(
-                "layer_wise does not work with layers that run more than once per step",
-                found=what,
-                expected="neither --speculative-config nor --enable-dbo",
-            )
-    return wanted
-
-
-def _check_keys(extra: dict[str, Any]) -> None:
-    unknown = sorted(set(extra) - {*KNOWN_KEYS, *IGNORED_KEYS})
-    if unknown:
+    found = [what for is_so, what in several if is_so]
+    if extra.layer_wise and found:
         raise ConfigurationError(
-            "unknown keys in kv_connector_extra_config",
-            found=", ".join(unknown),
-            expected=f"some of {', '.join(KNOWN_KEYS)}",
+            "layer_wise does not work with layers that run more than once per step",
+            found=", ".join(found),
+            expected="neither --speculative-config nor --enable-dbo",
         )
-    for key in sorted(set(extra) & set(IGNORED_KEYS)):
-        logger.info("kvferry ignores %s: it has no effect here", key)
 
 
 def _check_outputs(config: VllmConfig) -> None:
@@ -179,38 +178,13 @@ def _check_memory(config: VllmConfig) -> None:
         )
 
 
-def _port(extra: dict[str, Any], config: VllmConfig) -> int:
+def _port(extra: ExtraConfig, config: VllmConfig) -> int:
     """Ours if given; else the one of the stock connector where somebody has set it; else the system chooses."""
-    if vllm.envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT"):
-        port = extra.get("port", vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT)
-    else:
-        port = extra.get("port", 0)
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:
-        raise ConfigurationError("port is invalid", found=repr(port), expected="0 to 65535; 0 lets the system choose")
+    port = extra.port
+    if port is None:
+        port = vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT if vllm.envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT") else 0
     ranks_per_engine = config.parallel_config.world_size
     return port + config.parallel_config.data_parallel_index * ranks_per_engine if port else 0
-
-
-def _staging_bytes(extra: dict[str, Any]) -> int:
-    found = extra.get("staging_bytes", STAGING_BYTES)
-    if isinstance(found, bool) or not isinstance(found, int):
-        raise ConfigurationError("staging_bytes is invalid", found=repr(found), expected="a number of bytes")
-    return found
-
-
-def _token_file(extra: dict[str, Any]) -> str:
-    path = extra.get("token_file", "")
-    if not isinstance(path, str):
-        raise ConfigurationError("token_file is invalid", found=type(path).__name__, expected="the path of a file")
-    return path
-
-
-def _transport(extra: dict[str, Any]) -> str:
-    """`transport` is ours; `backends` is the stock connector's and can only ask for what NIXL gives us: UCX."""
-    backends = extra.get("backends", ["UCX"])
-    if backends != ["UCX"]:
-        raise ConfigurationError("kvferry uses only NIXL's UCX backend", found=repr(backends), expected='["UCX"]')
-    return str(extra.get("transport", "auto"))
 
 
 def _words(version: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What a layout needs to know of an engine and its layers, read from vLLM's configuration in one place."""
+"""What a layout needs to know of an engine and its layers, read from its configuration; and names of layers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 from vllm.distributed.parallel_state import get_dcp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
+from kvferry.errors import LayoutError
+
+_DRAFTS = ("mtp", "draft", "eagle", "medusa", "nextn")
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "mamba_num_groups", "n_groups")
 
 
@@ -91,3 +94,26 @@ def _layer(layer: Any) -> LayerFacts:
         chunk_tokens=int(getattr(layer, "attention_chunk_size", 0) or 0),
         is_draft=bool(getattr(layer, "is_draft_layer", False)),
     )
+
+
+def prefix_of(layer: str, engine: EngineFacts) -> str:
+    """`model.layers.3` for `language_model.model.layers.3.self_attn.attn`; `draft.layers.0` for a speculator's first.
+
+    Raises LayoutError when the name has no number.
+    """
+    parts = layer.split(".")
+    numbered = [at for at, part in enumerate(parts) if part.isdecimal()]
+    if not numbered:
+        raise LayoutError(
+            "the name of a layer contains no number", found=layer, expected="as in model.layers.3.self_attn.attn"
+        )
+    first, number = parts[: numbered[0]], int(parts[numbered[0]])
+    # A layer of several attention modules numbers those too.
+    rest = "".join(f".{parts[at]}" for at in numbered[1:])
+    beyond = 0 < engine.num_layers <= number
+    if beyond and "layers" not in first:
+        # Falcon-H1 numbers the state-space halves of its layers from the last attention layer on: `model.6.mixer`.
+        return f"model.layers.{number - engine.num_layers}{rest}"
+    if beyond or engine.layer(layer).is_draft or any(part.startswith(_DRAFTS) for part in first):
+        return f"draft.layers.{number - engine.num_layers if beyond else number}{rest}"
+    return f"model.layers.{number}{rest}"

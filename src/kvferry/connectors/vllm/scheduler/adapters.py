@@ -1,23 +1,32 @@
-"""What identifies a LoRA adapter: the content of its files. Names and paths differ from engine to engine.
+"""LoRA adapters: what identifies one, which one each of vLLM's numbers stands for, and when vLLM loads one.
 
-Of a path only the first content has a name. vLLM's prefix cache knows an adapter by its name and path, and so takes
-blocks of the first content for the second one's, also when the adapter was unloaded in between.
+An adapter is the content of its files: names and paths differ from engine to engine. Of a path only the first content
+has a name. vLLM's prefix cache knows an adapter by its name and path, and so takes blocks of the first content for the
+second one's, also when the adapter was unloaded in between.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from vllm.lora.request import LoRARequest
 
 from kvferry.errors import RequestError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
 
 CONFIG = "adapter_config.json"
 # In vLLM's order: it loads the first that is there.
@@ -40,7 +49,7 @@ class _Reading:
     deadline: float = 0.0
 
 
-class Adapters:
+class AdapterFiles:
     """Reads the files of each path once, in a thread of its own."""
 
     def __init__(self) -> None:
@@ -97,6 +106,96 @@ class Adapters:
     def close(self) -> None:
         """Nothing that has not been begun is read any more."""
         self._reader.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(slots=True)
+class _Number:
+    """Stands for the adapter at `path`. `current` and `stale` are the ids of the requests that go on, with the adapter
+    and with one that had the number before."""
+
+    path: str
+    current: set[str] = field(default_factory=set)
+    stale: set[str] = field(default_factory=set)
+
+
+class AdapterNumbers:
+    """Hears of what is loaded, and of requests that come and go.
+
+    vLLM gives an adapter that is loaded in place of another one the same number. Requests that came before go on with
+    the new weights, whatever path they name, and some of their cache is of the old ones.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, _Number] = {}
+
+    def load(self, adapter: LoRARequest) -> None:
+        """vLLM is told to load it."""
+        number = self._of(adapter)
+        if number.path != adapter.lora_path:
+            number.path = adapter.lora_path
+            number.stale |= number.current
+            number.current = set()
+
+    def begin(self, request_id: str, adapter: LoRARequest) -> None:
+        """A request with it has arrived."""
+        number = self._of(adapter)
+        (number.current if number.path == adapter.lora_path else number.stale).add(request_id)
+
+    def end(self, request_id: str, adapter: LoRARequest) -> None:
+        """A request with it has ended. Unknown ones are fine."""
+        number = self._of(adapter)
+        number.current.discard(request_id)
+        number.stale.discard(request_id)
+
+    def check(self, adapter: LoRARequest) -> None:
+        """Raises RequestError where it is not known whose weights vLLM computes with. A request that came before
+        another adapter was loaded in place may have vLLM load its own again, for all that share a step with it."""
+        number = self._of(adapter)
+        if number.stale or number.path != adapter.lora_path:
+            what = "another adapter has been loaded in its place"
+            raise RequestError(what, found=f"{len(number.stale)} requests of one before", hint="try again later")
+
+    def _of(self, adapter: LoRARequest) -> _Number:
+        known = self._numbers
+        if adapter.lora_int_id not in known and len(known) >= MAX_KNOWN:
+            # One that nobody uses, if there is any among the oldest.
+            del known[next((key for key, number in known.items() if not number.current), next(iter(known)))]
+        return known.setdefault(adapter.lora_int_id, _Number(adapter.lora_path))
+
+
+class LoadListener(Protocol):
+    """Who wants to know."""
+
+    def loading(self, adapter: LoRARequest) -> AbstractContextManager[None]:
+        """Its files are read, if all goes well, while the context is open."""
+
+
+AddLora = Callable[["EngineCore", LoRARequest], bool]
+
+_listeners: WeakSet[LoadListener] = WeakSet()
+
+
+def tell_of_loads(listener: LoadListener) -> None:
+    """Tell it which adapters vLLM loads, before it loads them: when its server starts or is told to, which may be long
+    before the first request. No hook of connectors does. For as long as the listener lives; in the process of vLLM's
+    engine core, while that is being made."""
+    # Only that process needs it, and has it.
+    from vllm.v1.engine.core import EngineCore
+
+    _listeners.add(listener)
+    if not hasattr(EngineCore.add_lora, "__wrapped__"):
+        EngineCore.add_lora = _told(EngineCore.add_lora)
+
+
+def _told(add_lora: AddLora) -> AddLora:
+    @functools.wraps(add_lora)
+    def told(engine_core: EngineCore, lora_request: LoRARequest) -> bool:
+        with ExitStack() as loading:
+            for listener in list(_listeners):
+                loading.enter_context(listener.loading(lora_request))
+            return add_lora(engine_core, lora_request)
+
+    return told
 
 
 def _digest(path: str) -> str:

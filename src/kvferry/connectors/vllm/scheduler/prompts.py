@@ -21,9 +21,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import Request
 
 from kvferry import TOKEN_BYTES, Prompt, PromptInput
-from kvferry.connectors.vllm.scheduler.adapter_loads import tell_of_loads
-from kvferry.connectors.vllm.scheduler.adapter_numbers import AdapterNumbers
-from kvferry.connectors.vllm.scheduler.adapters import Adapters
+from kvferry.connectors.vllm.scheduler.adapters import AdapterFiles, AdapterNumbers, tell_of_loads
 from kvferry.errors import RequestError
 
 EMBEDDING_BYTES = 16
@@ -65,7 +63,7 @@ class Prompts:
         self._media_are_identified = media_are_identified
         self._adapted_modules = adapted_modules
         self._media_options = media_options
-        self._adapters = Adapters()
+        self._adapters = AdapterFiles()
         self._numbers = AdapterNumbers()
 
     @contextmanager

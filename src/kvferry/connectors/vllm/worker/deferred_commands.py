@@ -6,9 +6,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvferry.connectors.vllm.worker.prefill_progress import Milestone, at_once
+Command = Callable[[], None]
+Milestone = Callable[[], Callable[[], bool]]
+"""Called, it marks what the engine has begun so far; what it returns says whether that is done, and does not wait."""
 
-Order = Callable[[], None]
+
+def at_once() -> Callable[[], bool]:
+    """The milestone of an engine that has done what it has begun."""
+    return lambda: True
 
 
 def end_of_request(milestone: Milestone, *, speculates: bool) -> Milestone:
@@ -17,22 +22,22 @@ def end_of_request(milestone: Milestone, *, speculates: bool) -> Milestone:
     return milestone if speculates else at_once
 
 
-class LateOrders:
-    """Each order is carried out when the device has done all that was begun before it was given, one after the other.
+class DeferredCommands:
+    """Each command is carried out when the device has done all that was begun before it was given, one after the other.
 
     Until then nobody reads or writes the blocks that it names, and vLLM keeps them: it has not heard of the end.
     """
 
     def __init__(self, milestone: Milestone) -> None:
         self._milestone = milestone
-        self._begun: deque[tuple[Callable[[], bool], Order]] = deque()
+        self._waiting: deque[tuple[Callable[[], bool], Command]] = deque()
 
-    def give(self, order: Order) -> None:
+    def give(self, command: Command) -> None:
         """Carry it out at once where the device has nothing to do."""
-        self._begun.append((self._milestone(), order))
+        self._waiting.append((self._milestone(), command))
         self.look()
 
     def look(self) -> None:
         """The device may have got on."""
-        while self._begun and self._begun[0][0]():
-            self._begun.popleft()[1]()
+        while self._waiting and self._waiting[0][0]():
+            self._waiting.popleft()[1]()

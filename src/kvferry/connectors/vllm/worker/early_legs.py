@@ -1,17 +1,18 @@
-"""The early legs of a worker's half: leases on prefills that vLLM still computes."""
+"""The early legs of a worker's half: leases on prefills that vLLM still computes, and how far those are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
-from kvferry import Agent, LeaseProgress, LeaseRequest
+from kvferry import Agent, Ahead, LeaseProgress, LeaseRequest
 from kvferry.connectors.vllm.description.describe import Described
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, PromiseOrder
+from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, Milestone, at_once
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
-from kvferry.connectors.vllm.worker.prefill_progress import Growing, Milestone, at_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +25,25 @@ class Source:
 
 
 class EarlyLegs:
-    """What is told of each is in `open_requests`. A lease lives `lease_s` without a word. `layer_ends` are those of
-    `Described` where layers are told of one by one."""
+    """By the agents' name of a request; what vLLM is told of each is in `open_requests`. `layer_ends` are those of
+    `Described` where layers are told of one by one.
+
+    What a step computes is told when the next one begins, and not before the device has done it: only then has
+    everything been written that belongs to the step, a speculator's layers too. Of single states it may be told in the
+    middle of the step.
+    """
 
     def __init__(
-        self,
-        source: Source,
-        open_requests: OpenRequests,
-        lease_s: float,
-        layer_ends: Mapping[str, int] = MappingProxyType({}),
+        self, source: Source, open_requests: OpenRequests, layer_ends: Mapping[str, int] = MappingProxyType({})
     ) -> None:
         self._agent = source.agent
         self._described = source.described
         self._open = open_requests
-        self._growing = Growing(source.agent.grow, source.milestone, lease_s)
         self._layers = LayerProgress(layer_ends)
+        self._reports = DeferredCommands(source.milestone)
+        # How many tokens of each promised prefill the steps before this one have computed.
+        self._num_before: dict[str, int] = {}
+        self._computing: Sequence[LeaseProgress] = ()
 
     def promise(self, order: PromiseOrder) -> None:
         """Lease blocks that are not known yet."""
@@ -47,43 +52,64 @@ class EarlyLegs:
         wanted = LeaseRequest(*names, described.nowhere, num_counted, True, order.prompt, order.is_unnamed)
         self._open.promise(order)
         self._agent.lease(wanted)
-        self._growing.open(order.name)
+        self._num_before[order.name] = 0
 
     def step(self, growths: Sequence[GrowthOrder]) -> None:
-        """A step begins. Where groups count differently nothing is told before the end: what is there of one would be
-        taken for what is there of another."""
+        """A step begins; all that the steps before it compute has been begun. Where groups count differently nothing is
+        told before the end: what is there of one would be taken for what is there of another."""
         self._layers.begin()
+        if self._computing:
+            self._reports.give(partial(self._report, self._computing))
+        for grown in self._computing:
+            if grown.request_id in self._num_before:
+                self._num_before[grown.request_id] = grown.num_ready
         described = self._described
         if not described.counts_alike:
             growths = ()
-        self._growing.step([self._grown(order, described.num_complete(order.num_tokens)) for order in growths])
+        self._computing = [self._grown(order, described.num_complete(order.num_tokens)) for order in growths]
+        self.look()
 
     def layer_ended(self, layer: str) -> None:
         """In the middle of a step: what a layer keeps of all its tokens has been written, as the device gets on."""
-        if num_states := self._layers.ended(layer):
-            self._growing.get_ahead(num_states)
+        if (num_states := self._layers.ended(layer)) and self._computing:
+            ahead = [self._ahead(grown, num_states) for grown in self._computing]
+            self._reports.give(partial(self._report, ahead))
 
     def look(self) -> None:
         """The device may have got on."""
-        self._growing.look()
+        self._reports.look()
 
     def withdraw(self, names: Sequence[str]) -> None:
         """Their blocks are going to be others' now. The agent hears of it before whoever reads them can say that it
         has read them after this."""
         for name in names:
-            self._growing.close(name)
+            self._num_before.pop(name, None)
             if self._open.forget(name):
                 self._agent.withdraw(name)
 
     def end(self, order: EndOrder) -> None:
         """vLLM has ended the request, and waits for its lease to end."""
         if not self._open.end(order):
-            self._growing.close(order.name)
+            self._num_before.pop(order.name, None)
         elif order.is_kept:
-            self._growing.end(self._grown(order, self._described.num_counted(order.num_tokens)))
+            grown = self._grown(order, self._described.num_counted(order.num_tokens))
+            self._reports.give(partial(self._report_end, grown))
         else:
-            self._growing.close(order.name)
+            del self._num_before[order.name]
             self._agent.withdraw(order.name)
+
+    def _report(self, growths: Sequence[LeaseProgress]) -> None:
+        for grown in growths:
+            if grown.request_id in self._num_before:
+                self._agent.grow(grown)
+
+    def _report_end(self, grown: LeaseProgress) -> None:
+        self._report((grown,))
+        self._num_before.pop(grown.request_id, None)
+
+    def _ahead(self, grown: LeaseProgress, num_states: int) -> LeaseProgress:
+        num_before = self._num_before.get(grown.request_id, 0)
+        return replace(grown, num_ready=num_before, ahead=Ahead(grown.num_ready, num_states))
 
     def _grown(self, order: GrowthOrder | EndOrder, num_ready: int) -> LeaseProgress:
         return LeaseProgress(order.name, self._described.tables(order.block_tables), num_ready)

@@ -24,7 +24,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry import (
     Agent,
-    AgentConfig,
     AgentStopped,
     FetchRequest,
     HoldRequest,
@@ -33,10 +32,8 @@ from kvferry import (
     Notice,
     Reason,
     Reference,
-    Timing,
     new_epoch,
     open_agent,
-    read_token,
 )
 from kvferry.connectors.early_lease import new_key
 from kvferry.connectors.vllm.description.describe import Described, describe, engine_facts
@@ -44,7 +41,7 @@ from kvferry.connectors.vllm.description.groups import may_grow
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats, Moved
-from kvferry.connectors.vllm.worker.deferred_commands import LateOrders, end_of_request
+from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, end_of_request
 from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
 from kvferry.connectors.vllm.worker.ranks import Introduction, meet
@@ -57,11 +54,6 @@ from kvferry.layout import contents
 logger = logging.getLogger(__name__)
 
 SWITCH_S = 0.0001
-# An agent shares its interpreter and its cores with a rank that computes and polls: a peer may be slow to meet and slow
-# to answer without being lost, and taking it for lost would fail its requests. One whose process has ended is noticed
-# after two heartbeats.
-HANDSHAKE_S = 45.0
-MISSED_HEARTBEATS = 30
 # While nothing is computed vLLM asks step after step, without a pause, and takes from the agent's thread the core and
 # the interpreter that it needs to get done. Short enough that a new request does not notice.
 IDLE_WAIT_S = 0.003
@@ -76,7 +68,7 @@ class _Started:
     agent: Agent
     described: Described
     early_legs: EarlyLegs
-    late_orders: LateOrders
+    deferred: DeferredCommands
     cache: str = ""
     may_grow: bool = False
 
@@ -111,32 +103,18 @@ class Worker:
         on = cache_device(
             next(iter(kv_caches.values())).device, self._settings.buffer_device, self._settings.staging_memory
         )
-        agent_config = AgentConfig(
-            engine_id=self._settings.engine_id,
-            epoch=everyone[0].epoch,
-            rank=rank,
-            host=self._settings.host,
-            port=self._settings.port + rank if self._settings.port else 0,
-            transport=self._settings.transport,
-            timing=_timing(self._settings),
-            digest=self._settings.digest,
-            direction=self._settings.direction,
-            may_turn=self._settings.may_turn,
-            staging_bytes=self._settings.staging_bytes,
-            staging=self._settings.staging,
-            token=read_token(self._settings.token_file),
-        )
-        agent = open_agent(agent_config, on.cache(layouts, described.memories), self._notices.put)
+        config = self._settings.agent
+        config = replace(config, epoch=everyone[0].epoch, rank=rank, port=config.port + rank if config.port else 0)
+        agent = open_agent(config, on.cache(layouts, described.memories), self._notices.put)
         # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
         agent.start()
         ends = described.layer_ends if self._settings.layer_wise else {}
-        source = Source(agent, described, on.milestone)
-        early_legs = EarlyLegs(source, self._open, self._settings.lease_s, ends)
+        early_legs = EarlyLegs(Source(agent, described, on.milestone), self._open, ends)
         speculates = self._config.speculative_config is not None
-        late_orders = LateOrders(end_of_request(on.milestone, speculates=speculates))
+        deferred = DeferredCommands(end_of_request(on.milestone, speculates=speculates))
         grows = described.counts_alike and may_grow(self._kv_cache_config)
-        self._started.append(_Started(agent, described, early_legs, late_orders, contents(*layouts), grows))
+        self._started.append(_Started(agent, described, early_legs, deferred, contents(*layouts), grows))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
 
     def address(self) -> RankAddress:
@@ -155,7 +133,7 @@ class Worker:
         """Begin what the scheduler has decided. Called before the step's forward pass."""
         self._is_idle = orders.is_idle
         for ours in self._started:
-            ours.late_orders.look()
+            ours.deferred.look()
             self._obey_early(ours, orders)
         for lease in orders.leases:
             self._lease(lease)
@@ -167,7 +145,7 @@ class Worker:
         for request_id in orders.aborted:
             if self._open.is_fetching(request_id):
                 ours = self._ours()
-                ours.late_orders.give(partial(ours.agent.abort, agent_name(request_id)))
+                ours.deferred.give(partial(ours.agent.abort, agent_name(request_id)))
 
     def layer_ended(self, layer: str) -> None:
         """In the forward pass: a layer has done all its work, or the device has been told to."""
@@ -184,7 +162,7 @@ class Worker:
         ours = self._ours()
         tables = ours.described.tables(order.block_tables)
         wanted = LeaseRequest(name, order.lease_id, tables, order.num_tokens, prompt=order.prompt)
-        ours.late_orders.give(partial(self._tell_lease, wanted))
+        ours.deferred.give(partial(self._tell_lease, wanted))
 
     def _tell_lease(self, wanted: LeaseRequest) -> None:
         agent = self._ours().agent
@@ -222,7 +200,7 @@ class Worker:
         ours = self._ours()
         tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
         wanted = FetchRequest(name, order.reference, order.addresses, tables, ranges, prompt=order.prompt)
-        ours.late_orders.give(partial(ours.agent.fetch, wanted))
+        ours.deferred.give(partial(ours.agent.fetch, wanted))
 
     def _is_over(self) -> bool:
         # Its last word comes a moment before its end.
@@ -296,7 +274,7 @@ class Worker:
             self._note(self._notices.get())
         for ours in self._started:
             ours.early_legs.look()
-            ours.late_orders.look()
+            ours.deferred.look()
         return self._open.take_results()
 
     def _note(self, notice: Notice) -> None:
@@ -322,7 +300,3 @@ class Worker:
 def _without_replica(engine_id: str) -> str:
     """vLLM adds a number to the name of each replica of data parallelism."""
     return re.sub(r"_dp\d+$", "", engine_id)
-
-
-def _timing(settings: Settings) -> Timing:
-    return replace(Timing(), lease_s=settings.lease_s, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS)
