@@ -6,7 +6,7 @@ from urllib.error import URLError
 
 import pytest
 
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import zmq
 from kvferry.agent.control.channel import OPTIONS
 from kvferry.cli.server.listening import listen
 from kvferry.router.upstream.http_client import HttpClient, HttpRequest
-from kvferry.system.tcp_keepalive import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
+from kvferry.system import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
 from kvferry.transport.tcp.connection import Connection
 
 WANTED = {

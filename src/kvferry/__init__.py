@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvferry.agent.control.shared_token import SharedToken as SharedToken
     from kvferry.agent.control.shared_token import read_token as read_token
     from kvferry.agent.loop.agent import Agent as Agent
+    from kvferry.agent.loop.agent import open_agent as open_agent
     from kvferry.agent.memory.arena import Arena as Arena
-    from kvferry.agent.opening import open_agent as open_agent
     from kvferry.agent.transports.negotiation import PeerReport as PeerReport
     from kvferry.plan.description.prompt import TOKEN_BYTES as TOKEN_BYTES
     from kvferry.plan.description.prompt import UNKNOWN_PROMPT as UNKNOWN_PROMPT
@@ -67,9 +67,8 @@ _NAMES = {
     "agent.cache": ("Cache",),
     "agent.config": ("AgentConfig", "Notice", "new_epoch", "new_lease_id"),
     "agent.control.shared_token": ("SharedToken", "read_token"),
-    "agent.loop.agent": ("Agent",),
+    "agent.loop.agent": ("Agent", "open_agent"),
     "agent.memory.arena": ("Arena",),
-    "agent.opening": ("open_agent",),
     "agent.transports.negotiation": ("PeerReport",),
     "plan.description.prompt": ("TOKEN_BYTES", "UNKNOWN_PROMPT", "UNNAMED", "Prompt", "PromptInput", "PromptName"),
     "plan.description.tokens": ("TokenRange",),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.agent.open_requests import MAX_NAME_LENGTH, OpenRequests
+from kvferry.agent.requests import MAX_NAME_LENGTH, OpenRequests
 from kvferry.errors import RequestError, TransferError
 from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
 

@@ -15,7 +15,7 @@ from kvferry.session.events import PeerConnected, PeerUnreachable, TicketEnded
 from kvferry.session.keys import PeerKey, ReadKey
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.machine.facts import Place
-from kvferry.transport.selection.local_context import LocalContext
+from kvferry.transport.selection.diagnosis import LocalContext
 from kvferry.transport.selection.probe import fill_probe
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import Offer, Party, Probe, TargetOffer, TransportOffer

@@ -14,8 +14,7 @@ import sys
 from kvferry.errors import FerryError
 from kvferry.plan.programs.copies import Direction
 from kvferry.testing.transports.peer import PeerProcess, make_transport
-from kvferry.transport.selection.diagnosis import diagnose
-from kvferry.transport.selection.local_context import local_context
+from kvferry.transport.selection.diagnosis import diagnose, local_context
 from kvferry.transport.selection.self_test import measure
 
 VERSION_3 = 0x20080522

@@ -20,7 +20,7 @@ from kvferry.testing.transports.peer import PeerProcess, digest
 from kvferry.testing.transports.world import finish
 from kvferry.transport.base import Completion, Direction, Memory
 from kvferry.transport.cma.transport import CALL_BYTES, CrossMemoryDescriptor, CrossMemoryTransport
-from kvferry.transport.process_identity import Origin
+from kvferry.transport.descriptors import Origin
 from kvferry.transport.rowcopy.copy_queue import SLICE_BYTES
 from kvferry.transport.selection.self_test import fill_probe
 

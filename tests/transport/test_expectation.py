@@ -8,8 +8,7 @@ import pytest
 
 from kvferry.plan.programs.copies import Direction
 from kvferry.transport.machine.facts import Place
-from kvferry.transport.selection.diagnosis import diagnose, is_far_slower
-from kvferry.transport.selection.local_context import LocalContext
+from kvferry.transport.selection.diagnosis import LocalContext, diagnose, is_far_slower
 from kvferry.transport.selection.measurement import UNMEASURED, Measurement, Rates
 
 HERE, RDMA = LocalContext("a", False), LocalContext("a", True)

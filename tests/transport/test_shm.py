@@ -18,7 +18,7 @@ from kvferry.plan.programs.copies import NOTHING, Direction
 from kvferry.testing.transports.peer import PeerProcess
 from kvferry.testing.transports.world import wait_for_unmapping
 from kvferry.transport.base import Completion, Memory
-from kvferry.transport.process_identity import Origin
+from kvferry.transport.descriptors import Origin
 from kvferry.transport.shm import transport as shm
 from kvferry.transport.shm.transport import (
     SharedDescriptor,

@@ -8,7 +8,7 @@ from typing import Self
 
 from kvferry.agent.cache import Cache
 from kvferry.agent.config import AgentConfig, Notice
-from kvferry.agent.opening import open_agent
+from kvferry.agent.loop.agent import open_agent
 from kvferry.errors import TransferError
 from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
 from kvferry.session.events import FetchRequest, LeaseRequest

@@ -13,7 +13,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import through_staging_only
-from kvferry.transport.process_identity import host_here
+from kvferry.transport.descriptors import host_here
 from kvferry.transport.selection.probe import NUM_MARKS, PROBE_BYTES, allocation_bytes, fill_probe
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
 from kvferry.wire.codec import MAX_REQUEST_BYTES, encode

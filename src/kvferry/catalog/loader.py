@@ -13,7 +13,7 @@ from kvferry.catalog.hub_names import SHIPPED_AS
 from kvferry.catalog.model import of_config
 from kvferry.catalog.records import Entry, Options
 from kvferry.errors import ConfigurationError
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 _MAX_FILE_BYTES = 4 * 2**20
 

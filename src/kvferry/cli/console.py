@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.extras import MissingExtraError, missing_extra
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 PAGES = (".html", ".htm")
 

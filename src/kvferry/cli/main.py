@@ -18,7 +18,7 @@ from kvferry.cli.serve.command import serve
 from kvferry.cli.top.command import top
 from kvferry.cli.up.command import up
 from kvferry.errors import ConfigurationError
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 UTF8 = "set PYTHONIOENCODING=utf-8, or a locale with UTF-8"
 

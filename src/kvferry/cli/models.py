@@ -7,7 +7,7 @@ from pathlib import Path
 from kvferry.cli import console
 from kvferry.cli.environment import cache_directory
 from kvferry.errors import ConfigurationError
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 TINY = "tiny"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import aiohttp
 
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 
 def client_error_text(error: Exception) -> str:

@@ -23,7 +23,7 @@ from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
 from kvferry.agent.control.time_slice import short_slices
 from kvferry.errors import ConfigurationError
 from kvferry.session.keys import PeerKey
-from kvferry.system.tcp_keepalive import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
+from kvferry.system import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
 from kvferry.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_BYTES
 
 MAX_FRAMES_PER_RECEIVE = 256

@@ -26,10 +26,9 @@ from kvferry.agent.memory.arena import Arena
 from kvferry.agent.memory.digests import Digester, HostBytes
 from kvferry.agent.memory.peer_slots import PeerSlots
 from kvferry.agent.memory.staging_slots import StagingSlots
-from kvferry.agent.open_requests import OpenRequests
+from kvferry.agent.requests import OpenRequests, check_fetch, check_growth, check_hold, check_lease
 from kvferry.agent.transports.manager import TransportManager
 from kvferry.agent.transports.negotiation import PeerReport
-from kvferry.agent.validation import check_fetch, check_growth, check_hold, check_lease
 from kvferry.plan.programs.copies import Direction
 from kvferry.session import commands as c
 from kvferry.session import events as e
@@ -38,7 +37,8 @@ from kvferry.session.source.session import SourceSession
 from kvferry.session.target.session import TargetSession
 from kvferry.transport.base import Transport
 from kvferry.transport.memory_kind import HOST
-from kvferry.transport.selection.local_context import local_context
+from kvferry.transport.registry import Opened, open_transports
+from kvferry.transport.selection.diagnosis import local_context
 from kvferry.version import __version__
 from kvferry.wire.messages import Party, Reference
 
@@ -76,36 +76,40 @@ class Agent:
             for transport in transports:
                 # The transport manager closes them; this is for errors before there is one.
                 undo.callback(transport.close)
-            # Closed last: a peer that is refused a connection may conclude that this agent moves no bytes any more.
-            control = undo.enter_context(closing(ControlChannel(config.host, config.port, config.token)))
-            # Closed after everything that copies.
-            self._arena = self._owned(cache.arena(config.staging_bytes), undo)
-            self._probe = self._owned(allocate_probe(), undo)
-            wakeup = undo.enter_context(closing(Wakeup()))
-            control.watch(wakeup.fileno())
-            # Closed before the memory that it copies to.
-            mover = undo.enter_context(closing(cache.mover([*cache.memories, self._arena.memory], wakeup.notify)))
-            peer_slots = undo.enter_context(closing(PeerSlots(self._arena.memory)))
-            attached = peer_slots if mover.reaches_peer_memory else None
-            manager = undo.enter_context(closing(_manager(config, transports, unavailable, attached)))
-            manager.register([*cache.memories, self._probe.memory, self._arena.memory])
-            manager.check_requested()
-            liveness = undo.enter_context(closing(LivenessProbes()))
-            identity = self._identity(config, cache, manager)
-            readable = [memory for memory in cache.memories if memory.device == HOST]
-            self._event_loop = EventLoop(
-                source=SourceSession(identity, config.timing),
-                target=TargetSession(target_identity(identity, config, peer_slots.descriptor), config.timing),
-                control=control,
-                transports=manager,
-                staging=undo.enter_context(closing(StagingSlots(self._arena.memory, mover, peer_slots))),
-                digester=Digester(HostBytes(readable, identity.layout.regions)),
-                liveness=liveness,
-                wakeup=wakeup,
-                notify=self._names.notify,
-            )
-            self.address = control.address
+            self._event_loop = self._open(config, cache, Opened(tuple(transports), dict(unavailable)), undo)
             self._resources = undo.pop_all()
+        self.address = self._event_loop.control.address
+
+    def _open(self, config: AgentConfig, cache: Cache, opened: Opened, undo: ExitStack) -> EventLoop:
+        """Everything that the thread uses; `undo` closes it in the opposite order."""
+        # Closed last: a peer that is refused a connection may conclude that this agent moves no bytes any more.
+        control = undo.enter_context(closing(ControlChannel(config.host, config.port, config.token)))
+        # Closed after everything that copies.
+        self._arena = self._owned(cache.arena(config.staging_bytes), undo)
+        self._probe = self._owned(allocate_probe(), undo)
+        wakeup = undo.enter_context(closing(Wakeup()))
+        control.watch(wakeup.fileno())
+        # Closed before the memory that it copies to.
+        mover = undo.enter_context(closing(cache.mover([*cache.memories, self._arena.memory], wakeup.notify)))
+        peer_slots = undo.enter_context(closing(PeerSlots(self._arena.memory)))
+        manager = undo.enter_context(
+            closing(_manager(config, opened, peer_slots if mover.reaches_peer_memory else None))
+        )
+        manager.register([*cache.memories, self._probe.memory, self._arena.memory])
+        manager.check_requested()
+        identity = self._identity(config, cache, manager)
+        readable = [memory for memory in cache.memories if memory.device == HOST]
+        return EventLoop(
+            source=SourceSession(identity, config.timing),
+            target=TargetSession(target_identity(identity, config, peer_slots.descriptor), config.timing),
+            control=control,
+            transports=manager,
+            liveness=undo.enter_context(closing(LivenessProbes())),
+            staging=undo.enter_context(closing(StagingSlots(self._arena.memory, mover, peer_slots))),
+            digester=Digester(HostBytes(readable, identity.layout.regions)),
+            wakeup=wakeup,
+            notify=self._names.notify,
+        )
 
     def __enter__(self) -> Self:
         self.start()
@@ -252,9 +256,18 @@ class Agent:
             yield self._probe
 
 
-def _manager(
-    config: AgentConfig, transports: Sequence[Transport], unavailable: Mapping[str, str], peer_slots: PeerSlots | None
-) -> TransportManager:
+def _manager(config: AgentConfig, opened: Opened, peer_slots: PeerSlots | None) -> TransportManager:
     tests_s = TESTS_SHARE * config.timing.handshake_s
     context = local_context(config.transport, config.may_turn)
-    return TransportManager(config.transport, transports, unavailable, tests_s, context, peer_slots)
+    return TransportManager(config.transport, opened.transports, opened.unavailable, tests_s, context, peer_slots)
+
+
+def open_agent(config: AgentConfig, cache: Cache, notify: Callable[[Notice], None]) -> Agent:
+    """The agent of one rank. It listens at `address`; nothing moves before `start`, and `with` does that and `close`.
+
+    `notify` is called on the agent's thread and must return at once. Raises ConfigurationError when the port or the
+    wanted transport cannot be had, TransportError when there is not enough memory.
+    """
+    opened = open_transports(config.transport, config.host, cache.device, cache.buffer_device)
+    # The agent takes them over, and closes them whatever happens: between the two nothing may fail.
+    return Agent(config, cache, notify, opened.transports, opened.unavailable)

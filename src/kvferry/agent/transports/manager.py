@@ -18,7 +18,7 @@ from kvferry.session.keys import Remote, WorkKey
 from kvferry.transport.base import Completion, Memory, Ticket, Transport
 from kvferry.transport.machine.finding import Severity
 from kvferry.transport.selection.candidates import candidates
-from kvferry.transport.selection.local_context import LocalContext
+from kvferry.transport.selection.diagnosis import LocalContext
 from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
 
 NOWHERE = LocalContext()

@@ -16,8 +16,7 @@ from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding
 from kvferry.transport.selection.awake_timeout import AwakeTimeout
 from kvferry.transport.selection.candidates import choose, is_worth_testing
-from kvferry.transport.selection.diagnosis import diagnose, is_far_slower
-from kvferry.transport.selection.local_context import LocalContext
+from kvferry.transport.selection.diagnosis import LocalContext, diagnose, is_far_slower
 from kvferry.transport.selection.self_test import Measurement, Probe, SelfTest
 from kvferry.wire.messages import Offer, TargetOffer
 

@@ -31,7 +31,7 @@ from kvferry.cli import console, environment
 from kvferry.cli.bench.command import BenchOptions
 from kvferry.cli.bench.table import show
 from kvferry.errors import ConfigurationError
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 # A load generator that is later than this measures itself.
 LATE_MS = 50.0

@@ -22,8 +22,7 @@ from kvferry.session.keys import PeerKey
 from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.registry import Opened, open_transports
 from kvferry.transport.selection.candidates import AUTO, candidates
-from kvferry.transport.selection.diagnosis import diagnose
-from kvferry.transport.selection.local_context import LocalContext, local_context
+from kvferry.transport.selection.diagnosis import LocalContext, diagnose, local_context
 from kvferry.transport.selection.measurement import Measurement
 from kvferry.transport.selection.self_test import Probe, measure
 from kvferry.wire.codec import decode, encode

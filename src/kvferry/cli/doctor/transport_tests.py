@@ -14,8 +14,7 @@ from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.registry import OPENERS
 from kvferry.transport.selection.candidates import choose, is_worth_testing
-from kvferry.transport.selection.diagnosis import diagnose
-from kvferry.transport.selection.local_context import local_context
+from kvferry.transport.selection.diagnosis import diagnose, local_context
 from kvferry.transport.selection.measurement import Measurement
 from kvferry.transport.selection.probe import PROBE_BYTES
 from kvferry.transport.selection.self_test import measure

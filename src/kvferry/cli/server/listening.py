@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvferry.errors import ConfigurationError
-from kvferry.system.tcp_keepalive import keep_alive
+from kvferry.system import keep_alive
 
 # Connections that wait to be accepted.
 BACKLOG = 128

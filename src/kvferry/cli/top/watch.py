@@ -16,7 +16,7 @@ from kvferry.cli.metrics import START, Reading, get, reading_of
 from kvferry.cli.top.command import TopOptions
 from kvferry.cli.top.view import Frame, summary, view
 from kvferry.errors import ConfigurationError
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 TIMEOUT_S = 5.0
 

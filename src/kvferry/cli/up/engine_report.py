@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry.cli.metrics import Reading, get, reading_of
 from kvferry.errors import RequestError
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 TIMEOUT_S = 30.0
 RECEIVED = "vllm:external_prefix_cache_hits_total"

@@ -23,7 +23,7 @@ from kvferry.cli.up.engine_report import read, report_between, why_chosen
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
 from kvferry.cli.up.output_check import Answer, Question, ask
 from kvferry.errors import ConfigurationError, FerryError
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 EXAMPLE = (
     "The ferry leaves the harbour at dawn. On the other side of the river a train is waiting, and whoever wants to "

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from kvferry.cli import environment
 from kvferry.errors import RequestError
 from kvferry.http.openai import REPORT_HEADER
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 SILENCE_S = 300.0
 HEADERS = {"content-type": "application/json", REPORT_HEADER: "true"}

@@ -20,7 +20,7 @@ from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.telemetry.metrics import Metrics
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 
 REFUSAL_MESSAGES = {
     "closed": "this router does not accept registrations; hint: start it with --accept-registrations",

@@ -17,7 +17,7 @@ from kvferry.errors import PeerError
 from kvferry.http.access import bearer
 from kvferry.router.request.headers import Headers
 from kvferry.router.upstream.failures import FAILURES
-from kvferry.system.tcp_keepalive import keep_alive
+from kvferry.system import keep_alive
 
 # Less than servers keep theirs (vLLM: 5 s): a connection that the engine closes in the moment of its next use looks
 # like a broken engine.

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.transport.base import Transport
-from kvferry.transport.process_identity import host_here
+from kvferry.transport.descriptors import host_here
 from kvferry.transport.registered_memory import View
 from kvferry.transport.registry import OPENERS
 from kvferry.transport.selection.probe import NUM_MARKS, Probe, allocation_bytes, fill_probe

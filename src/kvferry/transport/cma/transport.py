@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Column, Copies
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.descriptor_codec import Natural, check_size, decode
+from kvferry.transport.descriptors import Natural, Origin, check_same, check_size, decode, origin_here
 from kvferry.transport.posting import Posting, connected
-from kvferry.transport.process_identity import Origin, check_same, origin_here
 from kvferry.transport.registered_memory import Regions, Registry
 from kvferry.transport.rowcopy.copy_queue import CopyQueue
 

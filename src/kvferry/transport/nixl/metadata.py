@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import TransportError
-from kvferry.transport.descriptor_codec import Natural, check_size
+from kvferry.transport.descriptors import Natural, check_size
 
 _MAGIC: Final = b"KVN1"
 _DIGEST_BYTES: Final = 16

@@ -30,7 +30,7 @@ import msgspec
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.descriptor_codec import decode
+from kvferry.transport.descriptors import decode
 from kvferry.transport.memory_kind import MemoryKind, kind_of
 from kvferry.transport.nixl.descriptor_lists import (
     PART_BYTES,

@@ -9,7 +9,7 @@ import os
 import numpy as np
 
 from kvferry.errors import TransportError
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 from kvferry.transport.base import Memory
 
 

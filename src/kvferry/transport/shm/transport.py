@@ -22,11 +22,10 @@ from msgspec import Meta
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.descriptor_codec import Natural, check_size, decode
+from kvferry.transport.descriptors import Natural, Origin, check_same, check_size, decode, origin_here
 from kvferry.transport.posting import Posting, connected
-from kvferry.transport.process_identity import Origin, check_same, origin_here
 from kvferry.transport.registered_memory import Regions, Registry, View
 from kvferry.transport.rowcopy.copy_queue import CopyQueue
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared, check_sealed

@@ -1,4 +1,5 @@
 """Plain sockets: works everywhere and needs nothing.
 
-`client` requests rows with a thread and a connection per peer; `server` serves registered memory.
+Enters: registered memory, a peer's address and key, rows. Leaves: copied bytes. `client` asks a peer for rows, with a
+thread and a connection per peer; `server` answers the requests of peers. It knows no session and no block.
 """

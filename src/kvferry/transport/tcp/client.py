@@ -11,7 +11,7 @@ import numpy as np
 
 from kvferry.errors import FerryError, TransportError
 from kvferry.plan.programs.copies import Column
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 from kvferry.transport.base import Completion, Direction, Ticket
 from kvferry.transport.registered_memory import LocatedRows, Offsets
 from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import WireError
-from kvferry.system.tcp_keepalive import keep_alive
+from kvferry.system import keep_alive
 from kvferry.transport.base import Direction
 
 KEY_BYTES = 16

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.errors import ConfigurationError, FerryError, TransportError, WireError
 from kvferry.plan.programs.copies import Column
-from kvferry.system.os_errors import os_error_text
+from kvferry.system import os_error_text
 from kvferry.transport.base import Direction
 from kvferry.transport.machine.addresses import family_of, resolve
 from kvferry.transport.registered_memory import Offsets, Registry, View

@@ -18,7 +18,7 @@ from msgspec import Meta
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.descriptor_codec import Natural, check_size, decode
+from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.posting import Posting, connected
 from kvferry.transport.registered_memory import Regions, Registry
 from kvferry.transport.tcp.client import PeerAddress, PeerClient, Transfer

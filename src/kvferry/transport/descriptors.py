@@ -1,16 +1,49 @@
-"""Which host and pid namespace a process is in: only processes that share both can reach each other's memory."""
+"""What peers tell each other of their memory: decoded with bounds, and refused with a reason.
+
+`Origin` says which host and pid namespace a process is in: only processes that share both reach each other's memory.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.errors import TransportError
-from kvferry.system.os_errors import os_error_text
-from kvferry.transport.descriptor_codec import Natural
+from kvferry.system import os_error_text
+
+MAX_DESCRIPTOR_BYTES = 1 << 20
+
+Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Shape = TypeVar("Shape", bound=msgspec.Struct)
+
+
+def check_size(descriptor: bytes) -> bytes:
+    """The same descriptor. Raises TransportError when it is longer than the other side accepts."""
+    if len(descriptor) > MAX_DESCRIPTOR_BYTES:
+        raise TransportError(
+            "the descriptor is too long",
+            found=f"{len(descriptor)} bytes",
+            expected=f"at most {MAX_DESCRIPTOR_BYTES} bytes",
+            hint="register fewer, larger pieces of memory",
+        )
+    return descriptor
+
+
+def decode(peer: str, descriptor: bytes, kind: type[Shape]) -> Shape:
+    """Raises TransportError when it is not a `kind` within its bounds."""
+    check_size(descriptor)
+    try:
+        return msgspec.msgpack.decode(descriptor, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TransportError(
+            f"the descriptor of peer {peer!r} cannot be used",
+            found=str(error),
+            expected=f"a {kind.__name__}",
+            hint="both sides must use the same transport and version",
+        ) from error
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):

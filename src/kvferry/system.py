@@ -1,0 +1,40 @@
+"""What the operating system says and does: its errors in words, and TCP connections that notice a lost host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+
+# A probe after so many seconds of silence, then one every so many seconds, and how many may go unanswered.
+IDLE_S, INTERVAL_S, NUM_PROBES = 10, 5, 3
+# The same limit for bytes that are not acknowledged.
+USER_TIMEOUT_MS = 1000 * (IDLE_S + INTERVAL_S * NUM_PROBES)
+
+
+def os_error_text(error: Exception) -> str:
+    """`Connection refused`, not `<urlopen error [Errno 111] …>`: callers name the file or the address themselves.
+
+    Other errors than the system's are shown as they are.
+    """
+    # urllib wraps what has happened.
+    inner = getattr(error, "reason", error)
+    if not isinstance(inner, OSError):
+        return str(error)
+    # Failures to look up a name have numbers below 0 and words of their own, as those of TLS have; asyncio has put an
+    # address into the words of others.
+    is_plain = (inner.errno or 0) > 0 and not isinstance(inner, ssl.SSLError)
+    return os.strerror(inner.errno or 0) if is_plain else inner.strerror or str(inner)
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """End the connection when the other host is gone. Raises OSError for what is no TCP socket.
+
+    Otherwise a connection on which nothing is to be sent outlives the other host by two hours, and one on which there
+    is something to send by a quarter of an hour. Connections that a listening socket accepts inherit the setting.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
