@@ -66,10 +66,10 @@ def test_an_address_that_makes_no_sense_is_not_sent_to():
 
 
 def test_a_bell_may_be_rung_after_it_was_closed():
-    bell = Wakeup()
-    assert bell.consume() is False
-    bell.notify()
-    assert bell.consume() is True
-    bell.close()
-    bell.notify()
-    bell.close()
+    wakeup = Wakeup()
+    assert wakeup.consume() is False
+    wakeup.notify()
+    assert wakeup.consume() is True
+    wakeup.close()
+    wakeup.notify()
+    wakeup.close()

@@ -156,7 +156,7 @@ def test_who_wants_little_is_served_in_turn_with_those_who_want_far_more_than_th
 
 
 class LateMover:
-    """Its copies end right after it was asked whether they have, so that only its bell can tell."""
+    """Its copies end right after it was asked whether they have, so that only its notification can tell."""
 
     reaches_peer_memory = True
 

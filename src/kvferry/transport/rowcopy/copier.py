@@ -47,7 +47,7 @@ class BackgroundCompilation:
         self._lock = threading.Lock()
         self._started = False
         self._over = threading.Event()
-        self.copier = Copier("numpy", "nothing faster is wait_until_compiled yet", with_numpy.copy)
+        self.copier = Copier("numpy", "nothing faster is compiled yet", with_numpy.copy)
 
     def start(self) -> None:
         """Return at once, also when it has been started before."""
@@ -56,7 +56,7 @@ class BackgroundCompilation:
                 return
             self._started = True
         # Not a daemon: a process must not end in the middle of LLVM.
-        threading.Thread(target=self._run, name="kvferry-compile_in_background-rows").start()
+        threading.Thread(target=self._run, name="kvferry-compile-rows").start()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it was over within that time, well or not. For tests and benchmarks."""

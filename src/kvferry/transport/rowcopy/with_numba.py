@@ -6,9 +6,9 @@ going to replace, and would push out of the cache what the engine works with. So
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from llvmlite import ir
@@ -32,43 +32,10 @@ NO_PIECES = np.empty(0, np.int64)
 _COLUMN = types.Array(types.int64, 1, "C")
 
 
-class Resolve(Protocol):
-    """Write the addresses where rows begin to `found`. Returns the first row outside its view, or -1.
-
-    Row i begins `offset[i] - start[region[i]]` bytes behind `address[region[i]]`; no `region` stands for zeros.
-    """
-
-    # Few and plain arguments, here and below: with the columns in tuples the loop took a third longer.
-    def __call__(
-        self,
-        address: Offsets,
-        size: Offsets,
-        start: Offsets,
-        region: Offsets,
-        offset: Offsets,
-        length: Offsets,
-        found: Offsets,
-    ) -> int: ...
-
-
-class Advance(Protocol):
-    """Copy rows from number `first` on, a few MiB; returns the row to go on with. No address is checked any more."""
-
-    def __call__(self, target: Offsets, source: Offsets, length: Offsets, first: int, past_cache: bool) -> int: ...
-
-
-class AdvanceTile(Protocol):
-    """The same for a tile, whose rows are numbered start by start. Always past the cache."""
-
-    def __call__(
-        self,
-        source_start: Offsets,
-        target_start: Offsets,
-        source_shift: Offsets,
-        target_shift: Offsets,
-        length: Offsets,
-        first: int,
-    ) -> int: ...
+# `_resolve`, `_advance` and `_advance_tile`, translated.
+Resolve: TypeAlias = Callable[[Offsets, Offsets, Offsets, Offsets, Offsets, Offsets, Offsets], int]
+Advance: TypeAlias = Callable[[Offsets, Offsets, Offsets, int, bool], int]
+AdvanceTile: TypeAlias = Callable[[Offsets, Offsets, Offsets, Offsets, Offsets, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +142,8 @@ def compile_rows(on_disk: bool) -> NativeRows:
     return NativeRows(resolve, advance, advance_tile)
 
 
-# From here on everything is translated by numba: no Python runs in it.
+# From here on everything is translated by numba: no Python runs in it. Loops have few and plain arguments: with the
+# columns in tuples they took a third longer.
 
 
 @intrinsic
@@ -263,6 +231,10 @@ def _resolve(
     length: Offsets,
     found: Offsets,
 ) -> int:
+    """Write the addresses where rows begin to `found`. Returns the first row outside its view, or -1.
+
+    Row i begins `offset[i] - start[region[i]]` bytes behind `address[region[i]]`; no `region` stands for zeros.
+    """
     in_many = len(region) > 0
     if not in_many and _resolve_in_one(address[0], size[0], start[0], offset, length, found):
         return -1
@@ -278,6 +250,7 @@ def _resolve(
 
 
 def _advance(target: Offsets, source: Offsets, length: Offsets, first: int, past_cache: bool) -> int:
+    """Copy rows from number `first` on, a few MiB; returns the row to go on with. No address is checked any more."""
     left = STEP_BYTES
     for row in range(first, len(length)):
         # Each is read once: for all the compiler knows, what is written might be the columns.
@@ -304,6 +277,7 @@ def _advance_tile(
     length: Offsets,
     first: int,
 ) -> int:
+    """The same for a tile, whose rows are numbered start by start. Always past the cache."""
     left, width = STEP_BYTES, len(length)
     start, shift = first // width, first % width
     while start < len(source_start):

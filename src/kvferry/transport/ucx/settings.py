@@ -13,12 +13,20 @@ from typing import Final
 
 from kvferry.transport.machine.facts import LOOPBACK, NicKind, Place, SystemFacts
 from kvferry.transport.machine.finding import Finding
+from kvferry.transport.memory_kind import HOST
 from kvferry.transport.ucx.checks import check_system
 from kvferry.transport.ucx.tls import RC, check_transport_set, has_tcp
 
 TRANSPORTS, CARDS = "UCX_TLS", "UCX_NET_DEVICES"
 # A kibibyte, as text for UCX: what engines that free and allocate large memory are known to need.
 MOST_UNRELEASED: Final = "1024"
+# Why UCX chooses the transports itself, by what the registered memory belongs to.
+LEFT_TO_UCX: Final = {
+    HOST: "host memory: UCX takes cma between processes of one host, and RDMA or tcp between hosts",
+    "cuda": "CUDA memory: UCX takes cuda_ipc on one host and RDMA between hosts by itself; cuda_ipc only in threads "
+    "with a CUDA context, and between hosts only with UCX_CUDA_IPC_ENABLE_MNNVL=y and memory from CUDA's VMM allocator",
+    "rocm": "ROCm memory: UCX takes rocm_ipc on one host and RDMA between hosts by itself",
+}
 
 
 class Origin(StrEnum):
@@ -56,16 +64,7 @@ class Environment:
         return {each.name: each.value for each in self.settings if each.origin is Origin.CHOSEN}
 
 
-@dataclass(frozen=True, slots=True)
-class _Recommendation:
-    """The recommended value of a variable, unless the user has set one; empty is the library's default."""
-
-    name: str
-    value: str
-    reason: str
-
-
-_Rule = Callable[[SystemFacts], Iterator[_Recommendation]]
+_Rule = Callable[[SystemFacts], Iterator[Setting]]
 
 
 def choose_environment(system: SystemFacts) -> Environment:
@@ -79,50 +78,38 @@ def choose_environment(system: SystemFacts) -> Environment:
     named = {each.name for each in recommended}
     others = sorted(name for name in user if name.startswith("UCX_") and name not in named)
     settings = [
-        *(_setting(each, user) for each in recommended),
+        *(_unless_set(each, user) for each in recommended),
         *(Setting(name, user[name], Origin.USER, "set by you; kvferry never sets it") for name in others),
     ]
     return Environment(tuple(settings), check_system(system))
 
 
-def _setting(each: _Recommendation, user: Mapping[str, str]) -> Setting:
+def _recommended(name: str, value: str, reason: str) -> Setting:
+    return Setting(name, value, Origin.CHOSEN if value else Origin.DEFAULT, reason)
+
+
+def _unless_set(each: Setting, user: Mapping[str, str]) -> Setting:
+    """The recommended setting, or the user's own with what was recommended as its reason."""
     if each.name not in user:
-        return Setting(each.name, each.value, Origin.CHOSEN if each.value else Origin.DEFAULT, each.reason)
+        return each
     value = user[each.name]
-    if value == each.value:
-        return Setting(each.name, value, Origin.USER, f"set by you; kvferry would have chosen the same: {each.reason}")
     would = f"have chosen {each.value}" if each.value else "have left it to UCX"
+    would = "have chosen the same" if value == each.value else would
     return Setting(each.name, value, Origin.USER, f"set by you; kvferry would {would}: {each.reason}")
 
 
-def _transports(system: SystemFacts) -> Iterator[_Recommendation]:
-    choices: dict[str, Callable[[SystemFacts], _Recommendation]] = {"cuda": _cuda, "rocm": _rocm, "xpu": _xpu}
-    choose = choices.get(system.device, _host) if system.is_direct else _host
-    yield choose(system)
+def _transports(system: SystemFacts) -> Iterator[Setting]:
+    device = system.device if system.is_direct else HOST
+    if device == "xpu":
+        yield _xpu(system)
+    else:
+        yield _recommended(TRANSPORTS, "", LEFT_TO_UCX.get(device, LEFT_TO_UCX[HOST]))
 
 
-def _host(system: SystemFacts) -> _Recommendation:
-    reason = "host memory: UCX takes cma between processes of one host, and RDMA or tcp between hosts"
-    return _Recommendation(TRANSPORTS, "", reason)
-
-
-def _cuda(system: SystemFacts) -> _Recommendation:
-    reason = (
-        "CUDA memory: UCX takes cuda_ipc on one host and RDMA between hosts by itself; cuda_ipc only in threads with a "
-        "CUDA context, and between hosts only with UCX_CUDA_IPC_ENABLE_MNNVL=y and memory from CUDA's VMM allocator"
-    )
-    return _Recommendation(TRANSPORTS, "", reason)
-
-
-def _rocm(system: SystemFacts) -> _Recommendation:
-    reason = "ROCm memory: UCX takes rocm_ipc on one host and RDMA between hosts by itself"
-    return _Recommendation(TRANSPORTS, "", reason)
-
-
-def _xpu(system: SystemFacts) -> _Recommendation:
+def _xpu(system: SystemFacts) -> Setting:
     build = system.build
     if build.is_known and "ze_copy" not in build.transports:
-        return _Recommendation(TRANSPORTS, "", "no set reaches XPU memory: this UCX was built without Level Zero")
+        return _recommended(TRANSPORTS, "", "no set reaches XPU memory: this UCX was built without Level Zero")
     has_ipc = not build.is_known or "ze_ipc" in build.transports
     ipc = ("ze_ipc",) if system.may_be_local and has_ipc else ()
     if _can_use_rdma(system):
@@ -132,7 +119,7 @@ def _xpu(system: SystemFacts) -> _Recommendation:
         names = (*ipc, "ze_copy", "tcp")
         reason = "XPU memory without RDMA: tcp carries the messages, which no ze transport can"
         reason += "; ze_ipc maps the peer's memory" if ipc else "; without ze_ipc the bytes go through host memory"
-    return _Recommendation(TRANSPORTS, ",".join(names), reason)
+    return _recommended(TRANSPORTS, ",".join(names), reason)
 
 
 def _can_use_rdma(system: SystemFacts) -> bool:
@@ -140,7 +127,7 @@ def _can_use_rdma(system: SystemFacts) -> bool:
     return bool(system.rdma) and (not build.is_known or not build.transports.isdisjoint(RC))
 
 
-def _cards(system: SystemFacts) -> Iterator[_Recommendation]:
+def _cards(system: SystemFacts) -> Iterator[Setting]:
     """Cards are chosen for device memory only: host memory is as near to one card as to another."""
     near = system.accelerator.nearest(system.rdma) if system.is_direct else ()
     wanted, reasons = [nic.name for nic in near], []
@@ -154,7 +141,7 @@ def _cards(system: SystemFacts) -> Iterator[_Recommendation]:
             f"all peers are on this host, so UCX's sockets listen on {LOOPBACK}, which no other host can reach"
         )
     if reasons:
-        yield _Recommendation(CARDS, ",".join(wanted), "; ".join(reasons))
+        yield _recommended(CARDS, ",".join(wanted), "; ".join(reasons))
 
 
 def _transport_list(system: SystemFacts) -> str:
@@ -162,24 +149,24 @@ def _transport_list(system: SystemFacts) -> str:
     return system.user.get(TRANSPORTS) or next(_transports(system)).value
 
 
-def _memory_types(system: SystemFacts) -> Iterator[_Recommendation]:
+def _memory_types(system: SystemFacts) -> Iterator[Setting]:
     if system.device == "xpu" and system.is_direct:
-        yield _Recommendation("UCX_MEMTYPE_CACHE", "n", "otherwise UCX may mistake XPU memory for host memory")
+        yield _recommended("UCX_MEMTYPE_CACHE", "n", "otherwise UCX may mistake XPU memory for host memory")
 
 
-def _reads_over_cuda_ipc(system: SystemFacts) -> Iterator[_Recommendation]:
+def _reads_over_cuda_ipc(system: SystemFacts) -> Iterator[Setting]:
     if system.device == "cuda" and system.is_direct and system.may_be_local:
         reason = "without NVLink UCX reads over tcp instead of cuda_ipc, up to a hundred times slower than it writes"
-        yield _Recommendation("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on", reason)
+        yield _recommended("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on", reason)
 
 
-def _registrations(system: SystemFacts) -> Iterator[_Recommendation]:
+def _registrations(system: SystemFacts) -> Iterator[Setting]:
     reason = "otherwise UCX keeps memory that engines have freed"
-    yield _Recommendation("UCX_RCACHE_MAX_UNRELEASED", MOST_UNRELEASED, reason)
+    yield _recommended("UCX_RCACHE_MAX_UNRELEASED", MOST_UNRELEASED, reason)
 
 
-def _log_file(system: SystemFacts) -> Iterator[_Recommendation]:
-    yield _Recommendation("UCX_LOG_FILE", "stderr", "otherwise UCX writes its warnings to standard output")
+def _log_file(system: SystemFacts) -> Iterator[Setting]:
+    yield _recommended("UCX_LOG_FILE", "stderr", "otherwise UCX writes its warnings to standard output")
 
 
 RULES: Final[tuple[_Rule, ...]] = (_transports, _cards, _memory_types, _reads_over_cuda_ipc, _registrations, _log_file)
