@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from engines import oracle
 from faulty_transport import GatedTransport
+from unmapping import wait_for_unmapping
 
 from kvferry import new_lease_id
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import LeaseRequest
 from kvferry.staging.host_mover import HostMover, host_regions
-from kvferry.testing.transports.world import wait_for_unmapping
 
 SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")

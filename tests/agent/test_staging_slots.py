@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from agent_support import num_mappings
+from unmapping import wait_for_unmapping
 
 from kvferry.agent.config import slot_bytes_in
 from kvferry.agent.memory.peer_slots import PeerSlots
@@ -13,7 +14,6 @@ from kvferry.session.commands import Acquire
 from kvferry.session.events import Acquired, Staged
 from kvferry.session.keys import ClaimKey, PeerKey, ReadKey, SlotKey
 from kvferry.staging.mover import Moved
-from kvferry.testing.transports.world import wait_for_unmapping
 from kvferry.transport.base import Memory
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import MAX_SLOT_BYTES, Party

@@ -65,9 +65,9 @@ def with_two_sides(scenario, lease_s=30.0, direction=Direction.READ):
 
 def test_the_reference_of_another_prompt_is_refused():
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], Prompt.of([100, 101, 7, 103]))
+        params = await source.transfer.offer("r1", ((1, 3),), Prompt.of([100, 101, 7, 103]))
         with pytest.raises(TransferError, match="the cache of another prompt") as caught:
-            await target.transfer.fetch("q1", params, [[0]], prompt(3))
+            await target.transfer.fetch("q1", params, ((0,),), prompt(3))
         assert caught.value.reason == "wrong_prompt"
         assert await target.freed() == "q1"
 
@@ -78,15 +78,15 @@ def test_the_reference_of_a_prompt_that_is_promised_is_bound_to_it():
     async def scenario(source, target):
         params = await source.transfer.promise("r1", Prompt.of([7, 101, 102, 103]))
         with pytest.raises(TransferError, match="the cache of another prompt"):
-            await target.transfer.fetch("q1", params, [[0]], prompt(3))
+            await target.transfer.fetch("q1", params, ((0,),), prompt(3))
 
     with_two_sides(scenario, direction=Direction.WRITE)
 
 
 def test_an_offer_is_fetched_and_the_source_is_free():
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
-        report = (await target.transfer.fetch("q1", params, [[0, 5]], prompt(6))).report
+        params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
+        report = (await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))).report
         assert (report.tokens, report.num_bytes, report.transport) == (6, 6 * MODEL.bytes_per_token, "shm")
         assert await source.freed() == "r1"
         assert target.released.empty()
@@ -105,9 +105,9 @@ def test_an_offer_is_fetched_and_the_source_is_free():
 
 def test_a_refused_fetch_raises_and_frees_both_sides():
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
+        params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         with pytest.raises(TransferError, match="more tokens than were computed"):
-            await target.transfer.fetch("q1", params, [[0, 5, 6]], prompt(9))
+            await target.transfer.fetch("q1", params, ((0, 5, 6),), prompt(9))
         assert await target.freed() == "q1"
         source.transfer.abort("r1")
         assert await source.freed() == "r1"
@@ -122,7 +122,7 @@ def test_a_refused_fetch_raises_and_frees_both_sides():
 def test_parameters_that_make_no_sense_free_the_blocks():
     async def scenario(source, target):
         with pytest.raises(TransferError, match="kv_transfer_params cannot be read"):
-            await target.transfer.fetch("q1", {"do_remote_prefill": True}, [[0]], prompt(3))
+            await target.transfer.fetch("q1", {"do_remote_prefill": True}, ((0,),), prompt(3))
         assert await target.freed() == "q1"
 
     with_two_sides(scenario)
@@ -130,9 +130,9 @@ def test_parameters_that_make_no_sense_free_the_blocks():
 
 def test_a_caller_that_goes_away_frees_its_blocks():
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
+        params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         await source.transfer.close()
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
         await asyncio.sleep(0)
         fetch.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -145,7 +145,7 @@ def test_a_caller_that_goes_away_frees_its_blocks():
 def test_a_caller_that_goes_away_aborts_a_fetch_that_would_wait():
     async def scenario(source, target):
         params = await source.transfer.promise("r1", prompt(7))
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
         await asyncio.sleep(0)
         fetch.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -160,12 +160,12 @@ def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first
     """The fetch is over and frees nothing by itself: the notice and the cancellation cross each other."""
 
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
+        params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         await source.transfer.close()
         # Of a fetch that is over the agent says nothing more.
         for name in ("fetch", "abort"):
             monkeypatch.setattr(target.transfer.agent, name, lambda request: None)
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
         await asyncio.sleep(0)
         notice = Fetched("q1", FetchReport(6, 1, 1, "shm", "", "direct"))
         if settled_first:
@@ -182,9 +182,9 @@ def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first
 
 def test_close_ends_what_is_under_way():
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
+        params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         await source.transfer.close()
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
         await asyncio.sleep(0)
         await target.transfer.close()
         with pytest.raises(TransferError, match="has stopped"):
@@ -192,10 +192,10 @@ def test_close_ends_what_is_under_way():
         assert await target.freed() == "q1"
         assert target.transfer.failure
         with pytest.raises(TransferError, match="has stopped"):
-            await target.transfer.fetch("q2", params, [[0, 5]], prompt(6))
+            await target.transfer.fetch("q2", params, ((0, 5),), prompt(6))
         assert await target.freed() == "q2"
         with pytest.raises(TransferError, match="has stopped"):
-            await target.transfer.offer("q3", [[1]], prompt(3))
+            await target.transfer.offer("q3", ((1,),), prompt(3))
 
     with_two_sides(scenario)
 
@@ -204,10 +204,10 @@ def test_a_dead_agent_is_an_error_for_whoever_waits(monkeypatch):
     """A defect of ours in the agent's thread must not become a request that never ends."""
 
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
+        params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         monkeypatch.setattr(target.transfer.agent._event_loop.target, "handle", lambda event, now: 1 / 0)
         with pytest.raises(TransferError, match="has stopped"):
-            await target.transfer.fetch("q1", params, [[0, 5]], prompt(6))
+            await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
         assert await target.freed() == "q1"
         assert target.transfer.failure
 
@@ -221,7 +221,7 @@ def test_a_dead_agent_keeps_only_blocks_that_a_source_may_write_to(direction, fr
     async def scenario(source, target):
         # Nothing of it is computed yet, so the claim stays where it is.
         params = await source.transfer.promise("r1", prompt(7))
-        fetching = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
+        fetching = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
         fetches = target.transfer.agent._event_loop.target._fetches
         while not any(fetch.reads for fetch in list(fetches.values())):
             await asyncio.sleep(0.01)
@@ -244,11 +244,11 @@ def test_late_notices_are_harmless():
 def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplog):
     async def scenario(source, target):
         for request_id in ("r1", "r2"):  # a peer that is not known yet, and one that is
-            params = await source.transfer.offer(request_id, [[1, 3]], prompt(7))
+            params = await source.transfer.offer(request_id, ((1, 3),), prompt(7))
             target.transfer.forgo(f"never-{request_id}", params)
             assert await source.freed() == request_id
-            params = await source.transfer.offer("r3" + request_id, [[1, 3]], prompt(7))
-            await target.transfer.fetch("q" + request_id, params, [[0, 5]], prompt(6))
+            params = await source.transfer.offer("r3" + request_id, ((1, 3),), prompt(7))
+            await target.transfer.fetch("q" + request_id, params, ((0, 5),), prompt(6))
             assert await source.freed() == "r3" + request_id
         target.transfer.forgo("never", {"nonsense": 1})
         ended = source.transfer.leases_ended
@@ -263,7 +263,7 @@ def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplog):
 
 def test_only_who_was_given_the_reference_can_withdraw_it():
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
+        params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         guess = params | {"kvferry": params["kvferry"] | {"lease_id": "0" * 32}}
         assert not source.transfer.withdraw(guess)
         assert not source.transfer.withdraw(params | {"remote_request_id": "r2"})
@@ -279,12 +279,12 @@ def test_only_who_was_given_the_reference_can_withdraw_it():
 
 def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
+        params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         forged = params | {"remote_engine_id": "p0", "kvferry": params["kvferry"] | {"epoch": "x\nERROR forged"}}
         with pytest.raises(TransferError):
-            await target.transfer.fetch("q1", forged, [[0, 5]], prompt(6))
+            await target.transfer.fetch("q1", forged, ((0, 5),), prompt(6))
         with pytest.raises(TransferError):
-            await target.transfer.fetch("q2", {"kvferry": "\nERROR forged"}, [[0, 5]], prompt(6))
+            await target.transfer.fetch("q2", {"kvferry": "\nERROR forged"}, ((0, 5),), prompt(6))
         source.transfer.abort("r1")
         await source.freed()
 
@@ -302,12 +302,12 @@ def test_a_promise_is_fetched_once_it_is_kept():
     async def scenario(source, target):
         params = await source.transfer.promise("r1", prompt(7))
         assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([], 7)
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
-        source.transfer.grow("r1", Grown(4, [[1]]))
-        source.transfer.grow("r1", Grown(7, [[1, 3]]))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
+        source.transfer.grow("r1", Grown(4, ((1,),)))
+        source.transfer.grow("r1", Grown(7, ((1, 3),)))
         assert (await fetch).report.num_bytes == 6 * MODEL.bytes_per_token
         assert await source.freed() == "r1"
-        source.transfer.grow("r1", Grown(7, [[1, 3]]))
+        source.transfer.grow("r1", Grown(7, ((1, 3),)))
         assert dict(source.transfer.leases_ended) == {"done": 1}
 
     with_two_sides(scenario)
@@ -318,13 +318,13 @@ def test_a_promise_is_not_over_before_all_is_computed():
 
     async def scenario(source, target):
         params = await source.transfer.promise("r1", prompt(7))
-        source.transfer.grow("r1", Grown(6, [[1, 3]]))
-        await target.transfer.fetch("q1", params, [[0, 5]], prompt(6))
+        source.transfer.grow("r1", Grown(6, ((1, 3),)))
+        await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
         # Whatever the source has to say to that, it says before it grants another one.
-        other = await source.transfer.offer("r2", [[2]], prompt(4))
-        await target.transfer.fetch("q2", other, [[6]], prompt(3))
+        other = await source.transfer.offer("r2", ((2,),), prompt(4))
+        await target.transfer.fetch("q2", other, ((6,),), prompt(3))
         assert await source.freed() == "r2"
-        source.transfer.grow("r1", Grown(7, [[1, 3]]))
+        source.transfer.grow("r1", Grown(7, ((1, 3),)))
         assert await source.freed() == "r1"
         assert dict(source.transfer.leases_ended) == {"done": 2}
 
@@ -336,10 +336,10 @@ def test_a_promise_is_kept_longer_than_a_lease_lives():
 
     async def scenario(source, target):
         params = await source.transfer.promise("r1", prompt(7))
-        await source.transfer.offer("never", [[2]], prompt(4))
+        await source.transfer.offer("never", ((2,),), prompt(4))
         assert await source.freed() == "never"
-        source.transfer.grow("r1", Grown(7, [[1, 3]]))
-        await target.transfer.fetch("q1", params, [[0, 5]], prompt(6))
+        source.transfer.grow("r1", Grown(7, ((1, 3),)))
+        await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
         assert await source.freed() == "r1"
 
     with_two_sides(scenario, lease_s=3.0)
@@ -348,8 +348,8 @@ def test_a_promise_is_kept_longer_than_a_lease_lives():
 def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():
     async def scenario(source, target):
         params = await source.transfer.promise("r1", prompt(7))
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
-        source.transfer.grow("r1", Grown(4, [[1]]))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
+        source.transfer.grow("r1", Grown(4, ((1,),)))
         source.transfer.abort("r1")
         assert await source.freed() == "r1"
         with pytest.raises(TransferError):
@@ -365,7 +365,7 @@ def test_a_dead_agent_promises_nothing_and_gives_back_what_it_had():
         await source.transfer.promise("r1", prompt(7))
         await source.transfer.close()
         assert await source.freed() == "r1"
-        source.transfer.grow("r1", Grown(7, [[1, 3]]))
+        source.transfer.grow("r1", Grown(7, ((1, 3),)))
         with pytest.raises(TransferError, match="has stopped"):
             await source.transfer.promise("r2", prompt(7))
 

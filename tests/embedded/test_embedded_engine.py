@@ -91,7 +91,7 @@ def test_blocks_are_held_until_released(loop: Loop, source: Engine) -> None:
     async def hold() -> None:
         prefilled = await source.prefill(request("held", 40, 1))
         assert [len(table) for table in prefilled.block_tables] == [3]
-        assert prefilled.block_tables[0] == sorted(prefilled.block_tables[0])
+        assert prefilled.block_tables[0] == tuple(sorted(prefilled.block_tables[0]))
         ledger = source.block_usage()
         assert (ledger.granted, ledger.allocated, ledger.num_leased) == ((3,), (3,), 1)
         for _ in range(2):

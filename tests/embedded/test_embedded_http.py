@@ -62,7 +62,7 @@ def test_others_are_answered_while_a_very_long_text_is_tokenised(
         assert may_end.wait(DEADLINE_S)
         return {"input_ids": [5] * len(text)}
 
-    monkeypatch.setattr(decoder.engine._core, "tokenizer", tokenise)
+    monkeypatch.setattr(decoder.engine, "tokenizer", tokenise)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(decoder.ask, COMPLETIONS, {"prompt": "x" * (SHORT_TEXT + 1)})
         assert begun.wait(DEADLINE_S)

@@ -56,7 +56,7 @@ def test_special_tokens_are_added_as_asked(decoder: Served, monkeypatch: pytest.
             return {"input_ids": [7] * add_special_tokens + plain(text, add_special_tokens=False)["input_ids"]}
 
     bare, chat = (tokens_of(decoder, body) for body in ({"prompt": PROMPT}, {"messages": MESSAGES}))
-    monkeypatch.setattr(decoder.engine._core, "tokenizer", WithStart())
+    monkeypatch.setattr(decoder.engine, "tokenizer", WithStart())
     assert tokens_of(decoder, {"prompt": PROMPT}) == [7, *bare]
     assert tokens_of(decoder, {"prompt": PROMPT, "add_special_tokens": None}) == [7, *bare]
     assert tokens_of(decoder, {"prompt": PROMPT, "add_special_tokens": False}) == bare
@@ -191,7 +191,7 @@ def test_others_are_answered_meanwhile(
             assert may_end.wait(DEADLINE_S)
             return "the end"
 
-    monkeypatch.setattr(decoder.engine._core, "tokenizer", Slow())
+    monkeypatch.setattr(decoder.engine, "tokenizer", Slow())
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(decoder.ask, path, body)
         assert begun.wait(DEADLINE_S)

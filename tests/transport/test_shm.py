@@ -12,11 +12,11 @@ from weakref import finalize
 import msgspec
 import numpy as np
 import pytest
+from unmapping import wait_for_unmapping
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import NOTHING, Direction
 from kvferry.testing.transports.peer import PeerProcess
-from kvferry.testing.transports.world import wait_for_unmapping
 from kvferry.transport.base import Completion, Memory
 from kvferry.transport.descriptors import Origin
 from kvferry.transport.shm import transport as shm

@@ -107,9 +107,10 @@ class Target:
 
     def expect_failed(self, *reasons: Reason) -> None:
         """The fetch fails for one of these reasons, and its blocks are the engine's again."""
-        failed, released = self.agent.notice(), self.agent.notice()
+        failed = self.agent.notice()
         assert isinstance(failed, FetchFailed), f"{failed} where a failure was expected"
         assert failed.error.reason in reasons, str(failed.error)
+        released = self.agent.notice()
         assert isinstance(released, BlocksReleased), f"{released} where the blocks should have been released"
 
 

@@ -49,7 +49,7 @@ async def _serve(
         await transfer.start()
         undo.push_async_callback(transfer.close)
         app = create_app(engine, transfer, _info(options, engine, transfer))
-        undo.callback(app.state.service.close)
+        undo.callback(app.state.service.prompts.close)
         app.state.registry.register(AgentCollector(transfer))
         url = listening.url_of(bound)
         # What torch and the model's code have made stays. A collector that looks at it again holds up all answers for

@@ -31,11 +31,6 @@ class BlockUsage:
     num_waiting: int
     num_leased: int
 
-    @property
-    def free(self) -> Blocks:
-        """What could be granted now."""
-        return tuple(all_ - used for all_, used in zip(self.capacity, self.granted, strict=True))
-
 
 class Admission:
     """Grants blocks of every group at once, strictly in the order of asking. For one event loop."""

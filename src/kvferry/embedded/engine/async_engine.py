@@ -9,11 +9,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvferry import Memory
-from kvferry.connectors.jobs import Event, Freed, Job, Produced, Settings, Stopped
-from kvferry.connectors.sampling import Sampling
+from kvferry.connectors.jobs import BlockTables, Event, Freed, Job, Produced, Settings, Stopped
 from kvferry.connectors.transformers import Core
 from kvferry.embedded.engine.admission import Admission, BlockUsage, blocks_for, longest, quotas
 from kvferry.embedded.engine.limits import Limits
@@ -30,6 +29,9 @@ class Engine:
     def __init__(self, settings: Settings) -> None:
         """Load the model and make the cache; takes seconds. Raises ConfigurationError."""
         self._core = Core(settings, self._post)
+        self.tokenizer = self._core.tokenizer
+        # What the model ends its answers with, and how tokens are chosen where a request says nothing.
+        self.stop_token_ids, self.default_sampling = self._core.stop_token_ids, self._core.default_sampling
         self._groups = self._core.group_sizes()
         capacity = quotas(self._groups, self._core.num_sectors, self._core.max_tokens)
         self._admission = Admission(capacity)
@@ -37,7 +39,7 @@ class Engine:
         limit = "this is the context length of the model"
         if self.max_tokens < self._core.max_tokens:
             limit = "this is the size of the cache (--num-blocks of serve, --cache-tokens of up)"
-        self._limits = Limits(self._core.vocab_size, self.max_tokens, limit)
+        self.limits = Limits(self._core.vocab_size, self.max_tokens, limit)
         self._entries: dict[str, Entry] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
@@ -45,28 +47,9 @@ class Engine:
         self._failure = "it has not been started"
 
     @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer, as transformers loads it."""
-        return self._core.tokenizer
-
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """What the model ends its answers with."""
-        return self._core.stop_token_ids
-
-    @property
-    def default_sampling(self) -> Sampling:
-        """How tokens are chosen where a request says nothing."""
-        return self._core.default_sampling
-
-    @property
     def failure(self) -> str:
         """Why the engine does not run; empty while it does."""
         return self._failure
-
-    def check_token_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
-        """Those of a field of a request. Raises RequestError when one of them is not in the model's vocabulary."""
-        self._limits.check_ids(name, token_ids)
 
     def layout(self) -> Layout:
         """Where every element of the cache lies; valid as long as the engine exists."""
@@ -136,7 +119,7 @@ class Engine:
         async for token in self._answer(entry, 0):
             yield token
 
-    async def reserve(self, request: Request) -> list[list[int]]:
+    async def reserve(self, request: Request) -> BlockTables:
         """Room for a whole request, and blocks for its prompt that a transfer may fill until `release` or `resume`.
 
         Returns one block table per cache group. Raises as `prefill`.
@@ -200,7 +183,7 @@ class Engine:
             raise FerryError("the engine is not running", found=self._failure, hint="restart this process")
         if request.request_id in self._entries:
             raise RequestError("a request id was used twice", found=request.request_id)
-        self._limits.check(request)
+        self.limits.check(request)
 
     async def _answer(self, entry: Entry, num_cached: int) -> AsyncGenerator[Token, None]:
         request = entry.request

@@ -47,7 +47,7 @@ class Grown:
     of some states more (`ahead`)."""
 
     num_tokens: int
-    block_tables: list[list[int]]
+    block_tables: BlockTables
     ahead: Ahead = NOT_AHEAD
 
 
@@ -57,7 +57,7 @@ class Prefilled:
 
     first: Token
     num_tokens: int
-    block_tables: list[list[int]]
+    block_tables: BlockTables
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Entry:
 
     def _grow(self, tables: BlockTables, num_tokens: int, ahead: Ahead = NOT_AHEAD) -> None:
         if tables:
-            self.grown.put_nowait(Grown(num_tokens, [list(table) for table in tables], ahead))
+            self.grown.put_nowait(Grown(num_tokens, tables, ahead))
         else:
             request_id = self.request.request_id
             self.fail(RequestError("the engine had no blocks left for an admitted request", found=request_id))

@@ -12,8 +12,7 @@ from starlette.routing import Route
 
 from kvferry import WIRE_VERSION, __version__
 from kvferry.embedded.engine.async_engine import Engine
-from kvferry.embedded.http.request_headers import caller_of
-from kvferry.embedded.http.responder import Responder, error_response, json_response
+from kvferry.embedded.http.responder import Responder, caller_of, error_response, json_response
 from kvferry.embedded.request.parse import (
     GenerationRequest,
     decode_chat,
@@ -24,6 +23,7 @@ from kvferry.embedded.request.parse import (
 )
 from kvferry.embedded.serving.openai_objects import ChatObjects, CompletionObjects, OpenAiObjects
 from kvferry.embedded.serving.service import ServeInfo, Service
+from kvferry.embedded.transfer.agent_report import peers_json
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.errors import FerryError, RequestError
 from kvferry.http.openai import HTTP_CODES, error_body
@@ -111,14 +111,14 @@ class Endpoints:
             "cache": info.cache,
             "prefix_cache": False,
             "early": True,
-            "peers": self._service.peers,
+            "peers": peers_json(self._service.transfer.peers),
         }
         return json_response(body, {})
 
     async def release(self, request: Request) -> Response:
         """Whoever was given a reference may say that nobody will fetch it."""
         params = decode_release(await _body(request))
-        return json_response({"released": self._service.withdraw(params)}, {})
+        return json_response({"released": self._service.transfer.withdraw(params)}, {})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

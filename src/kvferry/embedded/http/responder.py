@@ -4,28 +4,71 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvferry.embedded.http.request_headers import Caller
 from kvferry.embedded.serving.chunks import AnswerChunk, joined
 from kvferry.embedded.serving.metrics import Report, summed
-from kvferry.embedded.serving.openai_objects import Envelope, OpenAiObjects, usage
+from kvferry.embedded.serving.openai_objects import OpenAiObjects, usage
 from kvferry.embedded.serving.service import Service, TokenizedRequest
-from kvferry.errors import FerryError, TransferError
-from kvferry.http.openai import SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
+from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.http.openai import REPORT_HEADER, SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
+from kvferry.http.request_ids import is_usable
 
 OK, CLIENT_LEFT = 200, 499
 # How the cache of this answer came to be.
 CACHE_HEADER = "x-kvferry-cache"
 # Why it did not come: the label of a counter.
 CACHE_REASON_HEADER = "x-kvferry-cache-reason"
+YES_OR_NO = {"true": True, "false": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`request_id` goes into references and logs. With `wants_report` the answer has the object `kvferry`."""
+
+    request_id: str
+    wants_report: bool = False
+
+
+def caller_of(headers: Mapping[str, str]) -> Caller:
+    """Of headers whose names are looked up in lower case. Raises RequestError."""
+    return Caller(_request_id(headers.get("x-request-id")), _wants_report(headers.get(REPORT_HEADER)))
+
+
+def _request_id(given: str | None) -> str:
+    """The caller's id, or a new one."""
+    if given is None:
+        return uuid.uuid4().hex
+    if not is_usable(given):
+        raise RequestError(
+            "x-request-id cannot be used",
+            found=given[:200],
+            expected="at most 128 letters, digits and . _ - + = /",
+            hint="omit the header to get a generated id",
+        )
+    return given
+
+
+def _wants_report(given: str | None) -> bool:
+    """A value that is neither is refused: who sends it would look for an object that does not come."""
+    wanted = False if given is None else YES_OR_NO.get(given.strip().lower())
+    if wanted is None:
+        raise RequestError(
+            f"{REPORT_HEADER} cannot be understood",
+            found=(given or "")[:200],
+            expected="true or false",
+            hint="leave the header out for an answer without a report",
+        )
+    return wanted
 
 
 class Responder:
@@ -37,8 +80,7 @@ class Responder:
         self._call = call
         self._caller = caller
         self._headers = {"x-request-id": caller.request_id}
-        info = service.info
-        self._envelope = Envelope(f"{shape.id_prefix}{caller.request_id}", int(time.time()), info.model)
+        self._created = int(time.time())
         self._status = 500
         self._begun: set[int] = set()
 
@@ -65,60 +107,73 @@ class Responder:
                 self._status = response.status_code
                 await response(scope, receive, send)
                 return
-            self._headers |= cache_headers(self._call.ask.leg.kind, first)
+            self._headers |= cache_headers(self._call.ask.leg.kind, first.report)
             self._status = OK
             if self._call.ask.stream:
-                await self._stream(first, pieces, send)
+                headers = {"content-type": SSE_MEDIA_TYPE, "cache-control": "no-cache"} | self._headers
+                await StreamingResponse(self._events(first, pieces), OK, headers).stream_response(send)
             else:
                 await json_response(body, self._headers)(scope, receive, send)
 
-    async def _whole(self, first: AnswerChunk, pieces: AsyncGenerator[AnswerChunk, None]) -> dict[str, Any]:
+    async def _whole(self, first: AnswerChunk, pieces: AsyncIterator[AnswerChunk]) -> dict[str, Any]:
         by_choice: dict[int, list[AnswerChunk]] = defaultdict(list, {first.index: [first]})
         async for piece in pieces:
             by_choice[piece.index].append(piece)
         wholes = [joined(by_choice[index]) for index in sorted(by_choice)]
         choices = [self._with_ids(self._shape.whole(whole), whole.token_ids) for whole in wholes]
-        body = self._with_prompts(self._envelope.around(self._shape.whole_kind, choices))
+        body = self._with_prompts(self._object(self._shape.whole_kind, choices))
         body["usage"] = usage(self._call.num_prompt_tokens, sum(len(whole.token_ids) for whole in wholes))
         report = summed([whole.report for whole in wholes])
         return body | self._shown(report) | _reference_of(wholes[0])
 
-    async def _stream(self, piece: AnswerChunk, pieces: AsyncGenerator[AnswerChunk, None], send: Send) -> None:
-        await _start_stream(send, self._headers)
-        if piece.reference:
+    async def _events(self, first: AnswerChunk, pieces: AsyncIterator[AnswerChunk]) -> AsyncIterator[bytes]:
+        """The answer as server-sent events. The client was told 200: an error is one more event."""
+        if first.reference:
             # Only an early leg has one so soon; its caller can begin with the other leg at once.
-            await _send(send, sse(self._envelope.around(self._shape.chunk_kind, []) | _reference_of(piece)))
+            yield sse(self._object(self._shape.chunk_kind, []) | _reference_of(first))
         for choice in self._shape.opening(len(self._call.requests)):
-            await _send(send, sse(self._chunk(choice)))
-        num_tokens = len(piece.token_ids)
-        await self._send_piece(piece, send)
+            yield sse(self._chunk(choice))
+        num_tokens = len(first.token_ids)
+        if self._shows(first):
+            yield self._event_of(first)
         try:
             async for piece in pieces:
                 num_tokens += len(piece.token_ids)
-                await self._send_piece(piece, send)
+                if self._shows(piece):
+                    yield self._event_of(piece)
         except FerryError as error:
-            # The client was told 200; counters are told how it went.
+            # Counters are told how it went.
             self._status, body = error_of(error)
-            await _send(send, error_event(body["error"]["message"], body["error"]["code"]), more=False)
+            yield error_event(body["error"]["message"], body["error"]["code"])
             return
         if self._call.ask.include_usage:
-            last = self._envelope.around(self._shape.chunk_kind, [])
-            last["usage"] = usage(self._call.num_prompt_tokens, num_tokens)
-            await _send(send, sse(last))
-        await _send(send, SSE_DONE, more=False)
+            counted = {"usage": usage(self._call.num_prompt_tokens, num_tokens)}
+            yield sse(self._object(self._shape.chunk_kind, []) | counted)
+        yield SSE_DONE
 
-    async def _send_piece(self, piece: AnswerChunk, send: Send) -> None:
+    def _shows(self, piece: AnswerChunk) -> bool:
         is_shown = piece.token_ids and self._call.ask.return_token_ids
-        if not (piece.text or piece.finish_reason or is_shown or piece.scored):
-            return
-        choice = self._with_ids(self._shape.chunk(piece), piece.token_ids)
-        chunk = self._chunk(choice)
+        return bool(piece.text or piece.finish_reason or is_shown or piece.scored)
+
+    def _event_of(self, piece: AnswerChunk) -> bytes:
+        chunk = self._chunk(self._with_ids(self._shape.chunk(piece), piece.token_ids))
         last = self._shown(piece.report) | _reference_of(piece) if piece.finish_reason else {}
-        await _send(send, sse(chunk | last))
+        return sse(chunk | last)
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """With what every object of one answer repeats."""
+        response_id = f"{self._shape.id_prefix}{self._caller.request_id}"
+        return {
+            "id": response_id,
+            "object": kind,
+            "created": self._created,
+            "model": self._service.info.model,
+            "choices": choices,
+        }
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The first one of a choice tells its prompt."""
-        body = self._envelope.around(self._shape.chunk_kind, [choice])
+        body = self._object(self._shape.chunk_kind, [choice])
         index = choice["index"]
         if index in self._begun:
             return body
@@ -131,23 +186,17 @@ class Responder:
         return self._shape.with_prompts(body, [request.prompt for request in self._call.requests])
 
     def _shown(self, report: Report) -> dict[str, Any]:
-        return {"kvferry": report.as_json()} if self._caller.wants_report else {}
+        return {"kvferry": asdict(report)} if self._caller.wants_report else {}
 
     def _with_ids(self, choice: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:
         return choice | {"token_ids": list(token_ids)} if self._call.ask.return_token_ids else choice
 
 
-def cache_word(leg: str, piece: AnswerChunk) -> str:
-    """`received` from another engine, `recomputed` here because that failed, or `local`: nobody else was asked."""
-    if leg != "decode":
-        return "local"
-    return "recomputed" if piece.report.recomputed else "received"
-
-
-def cache_headers(leg: str, piece: AnswerChunk) -> dict[str, str]:
-    """How the cache came, why it had to be computed here if it did not, and how long each phase took, in ms."""
-    report = piece.report
-    headers = {CACHE_HEADER: cache_word(leg, piece)}
+def cache_headers(leg: str, report: Report) -> dict[str, str]:
+    """How the cache came: `received` from another engine, `recomputed` here because that failed, and why, or `local`,
+    where nobody else was asked; and how long each phase took, in ms."""
+    received = "recomputed" if report.recomputed else "received"
+    headers = {CACHE_HEADER: received if leg == "decode" else "local"}
     if report.recomputed:
         headers[CACHE_REASON_HEADER] = report.recomputed
     if report.phases_s:
@@ -196,13 +245,3 @@ async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) ->
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
-
-
-async def _start_stream(send: Send, headers: dict[str, str]) -> None:
-    pairs = {"content-type": SSE_MEDIA_TYPE, "cache-control": "no-cache"} | headers
-    encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": encoded})
-
-
-async def _send(send: Send, body: bytes, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -54,7 +54,7 @@ class Prompts:
     async def text(self, token_ids: tuple[int, ...], field: str = "tokens") -> str:
         """The text of these tokens, which a field has, special ones included. Raises RequestError for an id outside the
         vocabulary."""
-        self._engine.check_token_ids(field, token_ids)
+        self._engine.limits.check_ids(field, token_ids)
         decode = self._engine.tokenizer.decode
         return await self._off_loop(len(token_ids), lambda: str(decode(list(token_ids), skip_special_tokens=False)))
 

@@ -3,28 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvferry.embedded.serving.chunks import AnswerChunk, Candidate, ScoredToken
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """What every object of one answer repeats."""
-
-    response_id: str
-    created: int
-    model: str
-
-    def around(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.response_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
 
 
 class OpenAiObjects(Protocol):
@@ -56,12 +37,7 @@ class CompletionObjects:
         return self.chunk(piece)
 
     def chunk(self, piece: AnswerChunk) -> dict[str, Any]:
-        return {
-            "index": piece.index,
-            "text": piece.text,
-            "logprobs": completion_logprobs(piece.scored),
-            "finish_reason": piece.finish_reason or None,
-        }
+        return _choice(piece.index, {"text": piece.text}, completion_logprobs(piece.scored), piece.finish_reason)
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         return []
@@ -77,31 +53,23 @@ class ChatObjects:
     chunk_kind = "chat.completion.chunk"
 
     def whole(self, piece: AnswerChunk) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text}
-        return {
-            "index": piece.index,
-            "message": message,
-            "logprobs": chat_logprobs(piece.scored),
-            "finish_reason": piece.finish_reason,
-        }
+        shown = {"message": {"role": "assistant", "content": piece.text}}
+        return _choice(piece.index, shown, chat_logprobs(piece.scored), piece.finish_reason)
 
     def chunk(self, piece: AnswerChunk) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text else {}
-        return {
-            "index": piece.index,
-            "delta": delta,
-            "logprobs": chat_logprobs(piece.scored),
-            "finish_reason": piece.finish_reason or None,
-        }
+        shown = {"delta": {"content": piece.text} if piece.text else {}}
+        return _choice(piece.index, shown, chat_logprobs(piece.scored), piece.finish_reason)
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        return [
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(num_choices)
-        ]
+        shown = {"delta": {"role": "assistant", "content": ""}}
+        return [_choice(index, shown, None, "") for index in range(num_choices)]
 
     def with_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
         return body | {"prompt_token_ids": list(prompts[0])}
+
+
+def _choice(index: int, shown: dict[str, Any], logprobs: dict[str, Any] | None, finish_reason: str) -> dict[str, Any]:
+    return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish_reason or None}
 
 
 def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:

@@ -16,9 +16,8 @@ from kvferry.embedded.engine.detokenizer import TextStream
 from kvferry.embedded.engine.records import Grown, Prefilled, Request, Token
 from kvferry.embedded.request.parse import GenerationRequest
 from kvferry.embedded.request.prompts import Prompts
-from kvferry.embedded.serving.chunks import AnswerChunk, ScoredToken, interleaved, scored_token
+from kvferry.embedded.serving.chunks import AnswerChunk, interleaved, scored_token
 from kvferry.embedded.serving.metrics import Metrics, Report
-from kvferry.embedded.transfer.agent_report import peers_json
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.embedded.transfer.readiness import Readiness
 from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError, TransferError
@@ -71,14 +70,14 @@ class TokenizedRequest:
 
 
 class Service:
-    """Answers calls with an engine and a transfer."""
+    """Answers calls with an engine and a transfer, which its caller starts and closes, as it closes `prompts`."""
 
     def __init__(self, engine: Engine, transfer: AgentTransfer, info: ServeInfo) -> None:
         self.engine = engine
         self.info = info
         self.metrics = Metrics(engine, lambda: not self.not_ready)
         self._draining = False
-        self._transfer = transfer
+        self.transfer = transfer
         self._numbers = itertools.count()
         self._readiness = Readiness()
         self.prompts = Prompts(engine)
@@ -86,7 +85,7 @@ class Service:
     @property
     def failure(self) -> str:
         """Why this process cannot do its whole job; empty while it can."""
-        return self.engine.failure or self._transfer.failure
+        return self.engine.failure or self.transfer.failure
 
     @property
     def not_ready(self) -> str:
@@ -94,27 +93,14 @@ class Service:
         draining = "it is draining: it finishes open requests, then exits" if self._draining else ""
         return self.failure or draining or self._readiness.problem(time.monotonic())
 
-    @property
-    def peers(self) -> list[dict[str, object]]:
-        """How each connected engine is reached: for operators, since it names addresses."""
-        return peers_json(self._transfer.peers)
-
     def drain(self) -> None:
         """The process has been told to end: from now on it is not ready, but it answers what comes."""
         self._draining = True
 
-    def close(self) -> None:
-        """No long text that is not begun is tokenised any more. The caller closes the engine and the transfer."""
-        self.prompts.close()
-
-    def withdraw(self, params: object) -> bool:
-        """End the lease that a reference of ours names; whether there was one. Raises TransferError."""
-        return self._transfer.withdraw(params)
-
     def client_left(self, call: TokenizedRequest) -> None:
         """Drop the cache of a prefill leg whose client has left: nobody knows the reference to it."""
         if call.ask.leg.kind == "prefill":
-            self._transfer.abort(call.requests[0].request_id)
+            self.transfer.abort(call.requests[0].request_id)
 
     async def call(self, request_id: str, ask: GenerationRequest) -> TokenizedRequest:
         """Tokenise the prompts. Raises RequestError, PromptTooLongError."""
@@ -173,9 +159,9 @@ class Service:
         with ExitStack() as undo:
             # Nobody has seen the reference yet, so nobody can be reading these blocks.
             undo.callback(self.engine.release, request_id)
-            undo.callback(self._transfer.abort, request_id)
+            undo.callback(self.transfer.abort, request_id)
             prompt = call.prompt(prefilled.num_tokens)
-            reference = await self._transfer.offer(request_id, prefilled.block_tables, prompt)
+            reference = await self.transfer.offer(request_id, prefilled.block_tables, prompt)
             undo.pop_all()
         return self._prefilled(call, prefilled.first, reference)
 
@@ -185,20 +171,20 @@ class Service:
         await self.engine.begin(replace(call.requests[0], max_new_tokens=1))
         with ExitStack() as undo:
             undo.callback(self.engine.release, request_id)
-            reference = await self._transfer.promise(request_id, call.prompt(len(call.requests[0].prompt)))
+            reference = await self.transfer.promise(request_id, call.prompt(len(call.requests[0].prompt)))
             undo.pop_all()
         with ExitStack() as undo:
-            undo.callback(self._transfer.abort, request_id)
+            undo.callback(self.transfer.abort, request_id)
             yield AnswerChunk("", (), "", reference=reference)
             prefilled = await self._finish(request_id)
-            self._transfer.grow(request_id, Grown(prefilled.num_tokens, prefilled.block_tables))
+            self.transfer.grow(request_id, Grown(prefilled.num_tokens, prefilled.block_tables))
             undo.pop_all()
         yield self._prefilled(call, prefilled.first, reference)
 
     async def _finish(self, request_id: str) -> Prefilled:
         """Raises TransferError when the cache is not wanted any more before it is computed."""
         try:
-            return await self.engine.finish(request_id, partial(self._transfer.grow, request_id))
+            return await self.engine.finish(request_id, partial(self.transfer.grow, request_id))
         except RequestError as error:
             raise TransferError(
                 Reason.ABORTED,
@@ -243,15 +229,15 @@ class Service:
         began = time.perf_counter()
         with ExitStack() as undo:
             # Refused, or left by the client while it waited for room: the source need not keep the cache for us.
-            undo.callback(self._transfer.forgo, request_id, call.ask.leg.params)
+            undo.callback(self.transfer.forgo, request_id, call.ask.leg.params)
             tables = await self.engine.reserve(call.requests[0])
             prompt = call.prompt(len(call.requests[0].prompt) - 1)
             undo.pop_all()
         queue_s = time.perf_counter() - began
         with ExitStack() as undo:
-            undo.callback(self._transfer.abort, request_id)
+            undo.callback(self.transfer.abort, request_id)
             try:
-                received = await self._transfer.fetch(request_id, call.ask.leg.params, tables, prompt)
+                received = await self.transfer.fetch(request_id, call.ask.leg.params, tables, prompt)
             except TransferError:
                 undo.pop_all()  # it has ended by itself
                 raise
@@ -283,16 +269,14 @@ class Service:
                     shown = echo + text.push(token.token_id, last=bool(token.finish_reason), is_stop=is_stop)
                     echo = ""
                     finish_reason = "stop" if text.stopped else token.finish_reason
-                    scored = self._scored(token, offset)
+                    found = token.scored
+                    scored = () if found is None else (scored_token(self.engine.tokenizer, found, offset),)
                     offset += sum(len(one.chosen.text) for one in scored)
                     yield AnswerChunk(shown, (token.token_id,), finish_reason, report, index=index, scored=scored)
                     if finish_reason:
                         return
         finally:
             self.metrics.count_answer(report, num_tokens)
-
-    def _scored(self, token: Token, text_offset: int) -> tuple[ScoredToken, ...]:
-        return () if token.scored is None else (scored_token(self.engine.tokenizer, token.scored, text_offset),)
 
     def _max_new_tokens(self, ask: GenerationRequest, num_prompt_tokens: int) -> int:
         if ask.max_new_tokens > 0:

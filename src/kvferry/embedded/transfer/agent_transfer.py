@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry import (
@@ -25,6 +25,7 @@ from kvferry import (
     TokenRange,
     new_lease_id,
 )
+from kvferry.connectors.jobs import BlockTables
 from kvferry.embedded.engine.records import Grown
 from kvferry.errors import TransferError
 from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, to_params
@@ -57,7 +58,8 @@ class AgentTransfer:
     def __init__(self, config: AgentConfig, layout: Layout, memory: Memory, release: Callable[[str], None]) -> None:
         self._reach = Reach.ANY_HOST if config.token else Reach.THIS_HOST
         self._agent = AsyncAgent(config, Cache((layout,), (memory,)), self._on_released)
-        self._num_groups = len(layout.groups)
+        # Nothing of every group.
+        self._nowhere: BlockTables = ((),) * len(layout.groups)
         self._release = release
         # The lease of each offered request: only who knows its id may end it.
         self._lease_ids: dict[str, str] = {}
@@ -85,13 +87,12 @@ class AgentTransfer:
         """Stop the agent; fetches that are under way end with an error."""
         await self._agent.close()
 
-    async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
+    async def offer(self, request_id: str, block_tables: BlockTables, prompt: Prompt) -> dict[str, object]:
         """Lease a computed prompt's blocks. Returns the reference that goes through the HTTP layer (plain JSON).
 
         Raises TransferError.
         """
-        tables, num_tokens = _tables(block_tables), prompt.num_tokens
-        return self._lease(LeaseRequest(request_id, new_lease_id(), tables, num_tokens, prompt=prompt))
+        return self._lease(LeaseRequest(request_id, new_lease_id(), block_tables, prompt.num_tokens, prompt=prompt))
 
     async def promise(self, request_id: str, prompt: Prompt) -> dict[str, object]:
         """Lease a prompt's blocks before they are computed; `grow` says how far that is. Returns the reference at once.
@@ -99,22 +100,20 @@ class AgentTransfer:
         It stays promised, however long that takes, until all is computed: from then on it is an offer like any other.
         Raises TransferError.
         """
-        nowhere, num_tokens = ((),) * self._num_groups, prompt.num_tokens
-        wanted = LeaseRequest(request_id, new_lease_id(), nowhere, num_tokens, is_growing=True, prompt=prompt)
+        num_tokens, lease_id = prompt.num_tokens, new_lease_id()
+        wanted = LeaseRequest(request_id, lease_id, self._nowhere, num_tokens, is_growing=True, prompt=prompt)
         return self._lease(wanted)
 
     def grow(self, request_id: str, grown: Grown) -> None:
         """So much of what was promised is in these blocks, and stays. Unknown ids are fine."""
-        self.agent.grow(LeaseProgress(request_id, _tables(grown.block_tables), grown.num_tokens, grown.ahead))
+        self.agent.grow(LeaseProgress(request_id, grown.block_tables, grown.num_tokens, grown.ahead))
 
     def _lease(self, wanted: LeaseRequest) -> dict[str, object]:
         reference = self._agent.lease(wanted)
         self._lease_ids[wanted.request_id] = reference.lease_id
         return to_params(reference, [self.agent.address], wanted.block_tables, wanted.num_tokens)
 
-    async def fetch(
-        self, request_id: str, params: object, block_tables: list[list[int]], prompt: Prompt
-    ) -> ReceivedCache:
+    async def fetch(self, request_id: str, params: object, block_tables: BlockTables, prompt: Prompt) -> ReceivedCache:
         """Bring the cache of `prompt`, which may be empty, into these blocks. What the untrusted `params` refer to is
         the cache of that prompt, or of one that begins with it, or an error.
 
@@ -149,7 +148,7 @@ class AgentTransfer:
         not wait for its lease to run out."""
         try:
             # Nothing of every group: should the source grant it before it hears of the end, that moves nothing.
-            wanted = _wanted(request_id, from_params(params, self._reach), [()] * self._num_groups, UNKNOWN_PROMPT)
+            wanted = _wanted(request_id, from_params(params, self._reach), self._nowhere, UNKNOWN_PROMPT)
         except TransferError:
             return
         self.agent.fetch(wanted)
@@ -197,17 +196,10 @@ class AgentTransfer:
             )
 
 
-def _wanted(
-    request_id: str, remote: RemoteCache, block_tables: Sequence[Sequence[int]], prompt: Prompt
-) -> FetchRequest:
-    tables = _tables(block_tables)
-    ranges = (TokenRange(0, prompt.num_tokens),) * len(tables)
+def _wanted(request_id: str, remote: RemoteCache, block_tables: BlockTables, prompt: Prompt) -> FetchRequest:
+    ranges = (TokenRange(0, prompt.num_tokens),) * len(block_tables)
     name = prompt.name(remote.reference.lease_id)
-    return FetchRequest(request_id, remote.reference, remote.addresses, tables, ranges, prompt=name)
-
-
-def _tables(block_tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(table) for table in block_tables)
+    return FetchRequest(request_id, remote.reference, remote.addresses, block_tables, ranges, prompt=name)
 
 
 def _one_line(error: TransferError) -> str:

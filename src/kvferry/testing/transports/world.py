@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -130,13 +129,6 @@ def finish(transport: Transport, tickets: Iterable[Ticket], *others: Transport) 
         time.sleep(0)  # Lets a transport's own threads run.
     assert transport.poll() == []
     return ended
-
-
-def wait_for_unmapping() -> None:
-    """Until memory of peers that a shm transport has let go of is unmapped: threads do that."""
-    for thread in threading.enumerate():
-        if thread.name == "kvferry-unmap":
-            thread.join()
 
 
 def copies_of(world: World, rows: Iterable[Row], direction: Direction) -> Copies:
