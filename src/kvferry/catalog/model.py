@@ -86,14 +86,13 @@ def _layer_mixers(fields: Fields, layer: Layer, has_indexer: bool, options: Opti
 def _recurrent(fields: Fields) -> Mixer:
     """The recurrent mixer that the config's fields describe."""
     item, recurrent = model_item(fields), recurrent_item(fields)
-    if linear.is_delta_net(fields):
+    if fields.has("linear_num_value_heads"):
         return linear.delta_net(fields, item, recurrent)
-    if linear.is_kimi_delta_net(fields):
+    if fields.has("linear_attn_config", "linear_num_heads"):
         return linear.kimi_delta_net(fields, item)
-    if mamba.is_mamba2(fields):
-        return mamba.mamba2(fields, item, recurrent)
-    if mamba.is_mamba1(fields):
-        return mamba.mamba1(fields, item, recurrent)
+    if fields.has(*mamba.STATE):
+        make = mamba.mamba2 if fields.has(*mamba.HEADS) else mamba.mamba1
+        return make(fields, item, recurrent)
     raise fields.missing("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "linear_attn_config")
 
 

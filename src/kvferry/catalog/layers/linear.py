@@ -9,16 +9,6 @@ from kvferry.plan.description.layout import Axis
 from kvferry.plan.description.model import Kept
 
 
-def is_delta_net(fields: Fields) -> bool:
-    """Whether recurrent layers are gated delta nets."""
-    return fields.has("linear_num_value_heads")
-
-
-def is_kimi_delta_net(fields: Fields) -> bool:
-    """Whether recurrent layers are Kimi's delta attention."""
-    return fields.has("linear_attn_config", "linear_num_heads")
-
-
 def delta_net(fields: Fields, item: Item, recurrent: Item) -> Mixer:
     """A gated delta net: its states, and the weights of the projections, the gates and the convolution."""
     num_key_heads, num_value_heads = fields.number("linear_num_key_heads"), fields.number("linear_num_value_heads")

@@ -11,31 +11,21 @@ from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.layers.mixer import RECURRENT, Mixer, fixed, kernel_of
 from kvferry.plan.description.layout import Axis
 
-_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 _HEAD_DIM = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "mamba_num_groups", "n_groups")
-_STATE = ("mamba_d_state", "ssm_state_size", "state_size")
+STATE = ("mamba_d_state", "ssm_state_size", "state_size")
 _KERNEL = ("mamba_d_conv", "conv_kernel")
 _EXPAND = ("mamba_expand", "expand")
 _INNER = ("mamba_d_ssm", "mamba_d_inner")
 _STEP_RANK = ("mamba_dt_rank", "time_step_rank")
 
 
-def is_mamba1(fields: Fields) -> bool:
-    """Whether recurrent layers are Mamba 1, judged by the fields that only it has."""
-    return fields.has(*_STATE) and not is_mamba2(fields)
-
-
-def is_mamba2(fields: Fields) -> bool:
-    """Whether recurrent layers are Mamba 2: state-space heads."""
-    return fields.has(*_STATE) and fields.has(*_HEADS)
-
-
 def mamba1(fields: Fields, item: Item, recurrent: Item) -> Mixer:
     """Convolution and state, both divided over the channels; weights of the projections, the convolution and the state
     matrix."""
     hidden_size = fields.number("hidden_size")
-    num_channels, state_dim = _inner_size(fields, hidden_size), fields.number(*_STATE)
+    num_channels, state_dim = _inner_size(fields, hidden_size), fields.number(*STATE)
     kernel = kernel_of(fields, *_KERNEL)
     step_rank = fields.number_or(-(-hidden_size // 16), *_STEP_RANK)
     channel = Axis("channel", num_channels)
@@ -53,12 +43,12 @@ def mamba2(fields: Fields, item: Item, recurrent: Item) -> Mixer:
     x and the state follow the heads. Heads share the B and C of their group; these follow the groups, so that ranks in
     excess of the groups hold copies of them.
     """
-    hidden_size, num_heads = fields.number("hidden_size"), fields.number(*_HEADS)
+    hidden_size, num_heads = fields.number("hidden_size"), fields.number(*HEADS)
     num_groups = fields.number(*_GROUPS)
     fields.quotient(num_heads, num_groups, "the number of state-space heads per group")
     per_head = fields.count(*_HEAD_DIM)
     per_head = per_head or fields.quotient(_inner_size(fields, hidden_size), num_heads, "the inner size per head")
-    state_dim, kernel = fields.number(*_STATE), kernel_of(fields, *_KERNEL)
+    state_dim, kernel = fields.number(*STATE), kernel_of(fields, *_KERNEL)
     head, head_dim, group = Axis("head", num_heads), Axis("head_dim", per_head), Axis("group", num_groups)
     state, width = Axis("state", state_dim), Axis("width", kernel - 1)
     kept = (

@@ -13,12 +13,12 @@ from starlette.routing import Route
 from kvferry import WIRE_VERSION, __version__
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.responder import Responder, caller_of, error_response, json_response
+from kvferry.embedded.request.bodies import DetokenizeBody, ReleaseBody, decode_body
 from kvferry.embedded.request.parse import (
     GenerationRequest,
     decode_chat,
     decode_completion,
-    decode_detokenize,
-    decode_release,
+    decode_supported,
     decode_tokenize,
 )
 from kvferry.embedded.serving.openai_objects import ChatObjects, CompletionObjects, OpenAiObjects
@@ -74,7 +74,7 @@ class Endpoints:
         return json_response(body, {})
 
     async def detokenize(self, request: Request) -> Response:
-        body = decode_detokenize(await _body(request))
+        body = decode_supported(await _body(request), DetokenizeBody)
         if (refusal := self._wrong_model(request, body.model)) is not None:
             return refusal
         return json_response({"prompt": await self._service.prompts.text(tuple(body.tokens))}, {})
@@ -117,7 +117,7 @@ class Endpoints:
 
     async def release(self, request: Request) -> Response:
         """Whoever was given a reference may say that nobody will fetch it."""
-        params = decode_release(await _body(request))
+        params = decode_body(await _body(request), ReleaseBody).kv_transfer_params
         return json_response({"released": self._service.transfer.withdraw(params)}, {})
 
     async def metrics(self, request: Request) -> Response:

@@ -162,9 +162,8 @@ class Responder:
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """With what every object of one answer repeats."""
-        response_id = f"{self._shape.id_prefix}{self._caller.request_id}"
         return {
-            "id": response_id,
+            "id": f"{self._shape.id_prefix}{self._caller.request_id}",
             "object": kind,
             "created": self._created,
             "model": self._service.info.model,

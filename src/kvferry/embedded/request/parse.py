@@ -14,8 +14,6 @@ from kvferry.embedded.request.bodies import (
     MAX_CHOICES,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
-    ReleaseBody,
     TokenizeChatBody,
     TokenizeTextBody,
     cut,
@@ -77,20 +75,12 @@ class Leg:
 
 
 @dataclass(frozen=True, slots=True)
-class StopConditions:
-    """Where an answer ends, and how much of its end is shown."""
-
-    stop_token_ids: frozenset[int]
-    ignore_eos: bool
-    text: TextOptions
-
-
-@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """What a request wants: `num_choices` answers to each of `prompts`, of `model` where it names one.
 
-    `max_new_tokens` is -1 when the caller left it to us. Only a leg with the same `cache_salt` may use the cache. With
-    `echoes` the prompt's text goes before answers.
+    `max_new_tokens` is -1 when the caller left it to us. An answer ends with one of `stop_token_ids`, with one of the
+    model's own unless it `ignores_eos`, or as `text` says. Only a leg with the same `cache_salt` may use the cache.
+    With `echoes` the prompt's text goes before answers.
     """
 
     model: str | None
@@ -98,7 +88,9 @@ class GenerationRequest:
     num_choices: int
     max_new_tokens: int
     default_new_tokens: int
-    ending: StopConditions
+    stop_token_ids: frozenset[int]
+    ignores_eos: bool
+    text: TextOptions
     sampling: SamplingOverrides
     stream: bool
     include_usage: bool
@@ -119,7 +111,7 @@ class TokenizeRequest:
 
 def decode_completion(body: bytes) -> GenerationRequest:
     """What a body asks for. Raises RequestError naming the field, what was found and what to do."""
-    completion = _decode_supported(body, CompletionBody)
+    completion = decode_supported(body, CompletionBody)
     if completion.echo and completion.logprobs is not None:
         raise RequestError(
             "echo is not supported together with logprobs: the engine has no logits of the prompt",
@@ -134,7 +126,7 @@ def decode_completion(body: bytes) -> GenerationRequest:
 
 def decode_chat(body: bytes) -> GenerationRequest:
     """What a body asks for. Raises RequestError naming the field, what was found and what to do."""
-    chat = _decode_supported(body, ChatBody)
+    chat = decode_supported(body, ChatBody)
     return _ask(chat, (chat_prompt(chat),))
 
 
@@ -149,25 +141,15 @@ def decode_tokenize(body: bytes) -> TokenizeRequest:
             expected="prompt: a string, or messages: a list of messages",
         )
     if given == ["prompt"]:
-        text = _decode_supported(body, TokenizeTextBody)
+        text = decode_supported(body, TokenizeTextBody)
         special = text.add_special_tokens is not False
         return TokenizeRequest(text.model, TextPrompt(text.prompt, special), bool(text.return_token_strs))
-    chat = _decode_supported(body, TokenizeChatBody)
+    chat = decode_supported(body, TokenizeChatBody)
     return TokenizeRequest(chat.model, chat_prompt(chat), bool(chat.return_token_strs))
 
 
-def decode_detokenize(body: bytes) -> DetokenizeBody:
-    """Raises RequestError naming the field, what was found and what to do."""
-    return _decode_supported(body, DetokenizeBody)
-
-
-def decode_release(body: bytes) -> dict[str, Any]:
-    """The reference that a release names. Raises RequestError."""
-    return decode_body(body, ReleaseBody).kv_transfer_params
-
-
-def _decode_supported(body: bytes, kind: type[Body]) -> Body:
-    """No honoured value is built twice."""
+def decode_supported(body: bytes, kind: type[Body]) -> Body:
+    """Raises RequestError naming the field, what was found and what to do. No honoured value is built twice."""
     rows = SUPPORT[kind]
     raw = fields_of_body(body)
     others = {name: value for name, value in raw.items() if name not in rows or rows[name].verdict is Verdict.REFUSED}
@@ -188,7 +170,9 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> G
         num_choices=num_choices,
         max_new_tokens=_max_new_tokens(body),
         default_new_tokens=UNLIMITED if isinstance(body, ChatBody) else MAX_TOKENS_COMPLETION,
-        ending=_stop_conditions(body),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        ignores_eos=bool(body.ignore_eos),
+        text=_text_options(body),
         sampling=_sampling(body),
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
@@ -292,12 +276,11 @@ def _num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
     return body.top_logprobs or (0 if body.logprobs else None)
 
 
-def _stop_conditions(body: CompletionBody | ChatBody) -> StopConditions:
+def _text_options(body: CompletionBody | ChatBody) -> TextOptions:
     stop = body.stop or ()
-    text = TextOptions(
+    return TextOptions(
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
     )
-    return StopConditions(frozenset(body.stop_token_ids or ()), bool(body.ignore_eos), text)

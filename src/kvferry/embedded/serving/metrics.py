@@ -50,28 +50,16 @@ class Metrics:
         self._bytes = self._counter("received_bytes", "Bytes of cache that came from other engines.")
         self._failures = self._counter("transfer_failures", "Transfers that failed, by reason.", "reason")
         self._peers = PeerLabels()
-        # vLLM's connector has the same.
-        self._phases = self._histogram(
-            "kvferry_engine_phase_seconds",
-            "Time of each phase of fetching a request's cache.",
-            PHASE_BUCKETS_S,
-            *("phase", "peer", "transport"),
-        )
-        self._transfer_bytes = self._histogram(
-            "kvferry_engine_transfer_bytes", "Bytes of each cache that came.", BYTES_BUCKETS, "peer", "transport"
-        )
-        self._rows = self._histogram(
-            "kvferry_engine_transfer_descriptors",
-            "Descriptors of each cache that came: rows of adjacent bytes.",
-            ROWS_BUCKETS,
-            *("peer", "transport"),
-        )
-        self._failed = self._histogram(
-            "kvferry_engine_failed_transfer_seconds",
-            "Time until a cache that did not come was given up.",
-            PHASE_BUCKETS_S,
-            "reason",
-        )
+        # By peer and transport, as those of vLLM's connector.
+        whose = ("peer", "transport")
+        text = "Time of each phase of fetching a request's cache."
+        self._phases = self._histogram("kvferry_engine_phase_seconds", text, PHASE_BUCKETS_S, "phase", *whose)
+        text = "Bytes of each cache that came."
+        self._transfer_bytes = self._histogram("kvferry_engine_transfer_bytes", text, BYTES_BUCKETS, *whose)
+        text = "Descriptors of each cache that came: rows of adjacent bytes."
+        self._rows = self._histogram("kvferry_engine_transfer_descriptors", text, ROWS_BUCKETS, *whose)
+        text = "Time until a cache that did not come was given up."
+        self._failed = self._histogram("kvferry_engine_failed_transfer_seconds", text, PHASE_BUCKETS_S, "reason")
         self._show_engine(engine)
         ready = Gauge("kvferry_engine_ready", "1 if the engine accepts requests.", registry=self.registry)
         ready.set_function(is_ready)

@@ -122,12 +122,12 @@ class Service:
                 expected="min_tokens <= max_tokens",
                 param="min_tokens",
             )
-        own = frozenset() if ask.ending.ignore_eos else self.engine.stop_token_ids
+        own = frozenset() if ask.ignores_eos else self.engine.stop_token_ids
         return Request(
             request_id=f"{request_id}-{next(self._numbers):x}",  # a client may repeat its ids
             prompt=prompt,
             max_new_tokens=max_new_tokens,
-            stop_token_ids=own | ask.ending.stop_token_ids,
+            stop_token_ids=own | ask.stop_token_ids,
             sampling=sampling,
         )
 
@@ -196,7 +196,7 @@ class Service:
     def _prefilled(self, call: TokenizedRequest, first: Token, reference: dict[str, object]) -> AnswerChunk:
         report = Report(tokens_computed=first.num_computed)
         self.metrics.count_answer(report, 1)
-        text = TextStream(self.engine.tokenizer, call.ask.ending.text).push(
+        text = TextStream(self.engine.tokenizer, call.ask.text).push(
             first.token_id, last=True, is_stop=first.finish_reason == "stop"
         )
         return AnswerChunk(text, (first.token_id,), first.finish_reason, report, reference)
@@ -257,7 +257,7 @@ class Service:
     async def _pieces(
         self, call: TokenizedRequest, tokens: AsyncGenerator[Token, None], report: Report, index: int = 0
     ) -> AsyncGenerator[AnswerChunk, None]:
-        text, num_tokens, offset = TextStream(self.engine.tokenizer, call.ask.ending.text), 0, 0
+        text, num_tokens, offset = TextStream(self.engine.tokenizer, call.ask.text), 0, 0
         # Not before the first token: until then an error has a status of its own.
         echo = call.echoes[index] if call.echoes else ""
         try:

@@ -35,8 +35,7 @@ class AgentCollector(Collector):
         for how, count in sorted(self._transfer.leases_ended.items()):
             leases.add_metric((how,), count)
         yield leases
-        reads = GaugeMetricFamily("kvferry_agent_open_reads", "Reads in progress.", value=agent.num_open_reads)
-        yield reads
+        yield GaugeMetricFamily("kvferry_agent_open_reads", "Reads in progress.", value=agent.num_open_reads)
         yield GaugeMetricFamily(
             "kvferry_agent_open_slots", "Slots of staging memory held or waited for.", value=agent.num_slots
         )

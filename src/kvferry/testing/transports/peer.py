@@ -109,18 +109,13 @@ def main(arguments: list[str]) -> None:
     descriptor = base64.b64encode(transport.descriptor()).decode()
     _say({"descriptor": descriptor, "address": shared.memory.address, "host": host_here()})
     interval_s = transport.progress_interval_s
-    while _serve_one(transport, 1.0 if math.isinf(interval_s) else interval_s):
+    while True:
+        while not select.select([sys.stdin], [], [], 1.0 if math.isinf(interval_s) else interval_s)[0]:
+            transport.poll()
         if sys.stdin.readline().strip() != "digest":
             break
         _say({"digest": digest(view)})
     transport.close()
-
-
-def _serve_one(transport: Transport, interval_s: float) -> bool:
-    """Make progress until there is something to read."""
-    while not select.select([sys.stdin], [], [], interval_s)[0]:
-        transport.poll()
-    return True
 
 
 def _say(message: dict[str, object]) -> None:

@@ -143,20 +143,22 @@ def copies_of(world: World, rows: Iterable[Row], direction: Direction) -> Copies
     )
 
 
-def expect_copied(world: World, rows: list[Row], direction: Direction) -> None:
-    """Run the rows and check every byte of the written side: those of the rows and those that must stay."""
-    source, target = world.sides(direction)
-    for view in target.views:
-        view.fill(POISON)
-    expected = [view.copy() for view in target.views]
-    before = [view.copy() for view in source.views]
-    for row in rows:
-        start, goal = row.source[1], row.target[1]
-        bytes_read = before[row.source[0]][start : start + row.length]
-        expected[row.target[0]][goal : goal + row.length] = bytes_read
-    assert world.run(copies_of(world, rows, direction), direction) == ""
-    for found, wanted in zip((*target.views, *source.views), (*expected, *before), strict=True):
-        assert np.array_equal(found, wanted)
+def expect_copied(world: World, rows: list[Row], *directions: Direction) -> None:
+    """Run the rows in these directions, or both, and check every byte of the written side: those of the rows and those
+    that must stay."""
+    for direction in directions or Direction:
+        source, target = world.sides(direction)
+        for view in target.views:
+            view.fill(POISON)
+        expected = [view.copy() for view in target.views]
+        before = [view.copy() for view in source.views]
+        for row in rows:
+            start, goal = row.source[1], row.target[1]
+            bytes_read = before[row.source[0]][start : start + row.length]
+            expected[row.target[0]][goal : goal + row.length] = bytes_read
+        assert world.run(copies_of(world, rows, direction), direction) == ""
+        for found, wanted in zip((*target.views, *source.views), (*expected, *before), strict=True):
+            assert np.array_equal(found, wanted)
 
 
 def random_rows(seed: int, num_rows: int, max_bytes: int) -> list[Row]:
