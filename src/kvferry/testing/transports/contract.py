@@ -6,6 +6,7 @@ Each check is a function; use them as the cases of a test, as `tests/transport/t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -15,7 +16,6 @@ from kvferry.plan.programs.copies import Copies, merge
 from kvferry.testing.transports.world import (
     PIECE_BYTES,
     POISON,
-    Check,
     Row,
     World,
     copies_of,
@@ -27,6 +27,8 @@ from kvferry.testing.transports.world import (
 from kvferry.transport.base import Direction, Memory
 
 SEED = 7
+
+Check = Callable[[World], None]
 
 
 def copies_one_row(world: World) -> None:

@@ -111,9 +111,6 @@ class Row:
     length: int
 
 
-Check = Callable[[World], None]
-
-
 def finish(transport: Transport, tickets: Iterable[Ticket], *others: Transport) -> dict[Ticket, Completion]:
     """Poll until these tickets have ended, exactly once each, and nothing else has."""
     waiting, ended = set(tickets), dict[Ticket, Completion]()
