@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from kvferry.session.commands import FetchFailed as FetchFailed
     from kvferry.session.commands import FetchReport as FetchReport
     from kvferry.session.commands import LeaseEnded as LeaseEnded
+    from kvferry.session.commands import Located as Located
+    from kvferry.session.commands import LocateFailed as LocateFailed
+    from kvferry.session.commands import RemoteEngine as RemoteEngine
     from kvferry.session.events import NOT_AHEAD as NOT_AHEAD
     from kvferry.session.events import Ahead as Ahead
     from kvferry.session.events import FetchRequest as FetchRequest
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from kvferry.transport.shm.shared_memory import SharedMemory as SharedMemory
     from kvferry.transport.shm.shared_memory import allocate_shared as allocate_shared
     from kvferry.wire.messages import WIRE_VERSION as WIRE_VERSION
+    from kvferry.wire.messages import FirstToken as FirstToken
     from kvferry.wire.messages import Reason as Reason
     from kvferry.wire.messages import Reference as Reference
 
@@ -75,7 +79,10 @@ _NAMES = {
     "plan.digests.subject": ("DigestPolicy",),
     "plan.programs.copies": ("Direction",),
     "plan.strategy.strategies": ("Strategy",),
-    "session.commands": (*("AgentStopped", "BlocksReleased", "FetchFailed", "FetchReport", "Fetched", "LeaseEnded"),),
+    "session.commands": (
+        *("AgentStopped", "BlocksReleased", "FetchFailed", "FetchReport", "Fetched"),
+        *("LeaseEnded", "LocateFailed", "Located", "RemoteEngine"),
+    ),
     "session.events": (*("Ahead", "FetchRequest", "HoldRequest", "LeaseProgress", "LeaseRequest", "NOT_AHEAD"),),
     "session.target.read_strategy": ("StagingPolicy",),
     "session.timeouts": ("Timing",),
@@ -83,7 +90,7 @@ _NAMES = {
     "transport.base": ("Memory",),
     "transport.selection.measurement": ("Measurement", "Rates"),
     "transport.shm.shared_memory": ("SharedMemory", "allocate_shared"),
-    "wire.messages": ("Reason", "Reference", "WIRE_VERSION"),
+    "wire.messages": ("FirstToken", "Reason", "Reference", "WIRE_VERSION"),
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 

@@ -11,7 +11,7 @@ from kvferry.errors import RequestError
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import Fetched
 from kvferry.session.events import HoldRequest, LeaseProgress, LeaseRequest
-from kvferry.wire.messages import Reference
+from kvferry.wire.messages import FirstToken, Reference
 
 LEASE = LeaseRequest("r9", "l9", SOURCE_TABLES, NUM_TOKENS)
 HALF = "\ud800"
@@ -24,6 +24,7 @@ LEASES = {
     "a block before the first": {"block_tables": ((3, -1),)},
     "no block of any cache": {"block_tables": ((1 << 70,),)},
     "half a block": {"block_tables": ((0.5,),)},
+    "no token there is": {"first_token": FirstToken(-1)},
 }
 FETCHES = {
     "no name": {"request_id": ""},
@@ -91,4 +92,12 @@ def test_a_hold_that_cannot_travel_is_refused_where_it_is_asked_for(pair):
     source, target = pair
     with pytest.raises(RequestError, match="a name cannot be sent"):
         target.agent.hold(HoldRequest(Reference("p0", HALF, "r9", "l9"), (source.agent.address,)))
+    expect_unharmed(*pair)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:1", "tcp://localhost:1", "tcp://127.0.0.1", "tcp://1:99999", HALF])
+def test_an_address_that_is_none_is_not_asked_for(pair, address):
+    source, _ = pair
+    with pytest.raises(RequestError, match="cannot be"):
+        source.agent.locate(address)
     expect_unharmed(*pair)

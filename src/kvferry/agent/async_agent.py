@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from kvferry.agent.cache import Cache
 from kvferry.agent.config import AgentConfig, Notice
 from kvferry.agent.loop.agent import open_agent
 from kvferry.errors import TransferError
-from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
+from kvferry.session.commands import (
+    AgentStopped,
+    BlocksReleased,
+    Fetched,
+    FetchFailed,
+    FetchReport,
+    LeaseEnded,
+    Located,
+    LocateFailed,
+    RemoteEngine,
+)
 from kvferry.session.events import FetchRequest, LeaseRequest
 from kvferry.wire.messages import Reason, Reference
 
@@ -33,6 +43,7 @@ class AsyncAgent:
         self.agent = open_agent(config, cache, self._notice)
         self._released = released
         self._waiting: dict[str, asyncio.Future[_Settled]] = {}
+        self._lookups: dict[str, list[asyncio.Future[Located | LocateFailed]]] = {}
         # What the agent will say that it is free, unless it stops before.
         self._fetches: set[str] = set()
         self._leases: set[str] = set()
@@ -50,10 +61,10 @@ class AsyncAgent:
         """Whether nothing can move any more."""
         return self._stopped.is_set()
 
-    async def start(self) -> None:
-        """Begin; everything is told on the running loop."""
+    async def start(self, addresses: Sequence[str] = ()) -> None:
+        """Begin, as `Agent.start`; everything is told on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self.agent.start()
+        self.agent.start(addresses)
 
     async def wait_until_stopped(self) -> None:
         """Returns when the agent has stopped, whether by `close` or by a defect."""
@@ -71,6 +82,19 @@ class AsyncAgent:
         reference = self.agent.lease(request)
         self._leases.add(request.request_id)
         return reference
+
+    async def locate(self, address: str) -> RemoteEngine:
+        """Whose address it is. Raises TransferError when nobody says so in time, RequestError for what is no
+        address."""
+        if self.has_stopped:
+            raise _gone()
+        self.agent.locate(address)
+        future: asyncio.Future[Located | LocateFailed] = self._loop.create_future()
+        self._lookups.setdefault(address, []).append(future)
+        found = await future
+        if isinstance(found, LocateFailed):
+            raise found.error
+        return found.engine
 
     async def fetch(self, request: FetchRequest) -> FetchReport:
         """Bring a remote cache into own blocks. A cancelled caller aborts the fetch.
@@ -118,10 +142,17 @@ class AsyncAgent:
             case BlocksReleased(request_id):
                 self._fetches.discard(request_id)
                 self._released(notice)
+            case Located(address) | LocateFailed(address):
+                self._answer(address, notice)
             case AgentStopped():
                 self._stop()
             case Fetched() | FetchFailed():
                 self._settle(notice)
+
+    def _answer(self, address: str, found: Located | LocateFailed) -> None:
+        for future in self._lookups.pop(address, ()):
+            if not future.done():
+                future.set_result(found)
 
     def _settle(self, settled: _Settled) -> None:
         future = self._waiting.get(settled.request_id)
@@ -136,6 +167,8 @@ class AsyncAgent:
     def _stop(self) -> None:
         """Transports are closed: whoever waits gets an error, and its blocks back where no source may write to them."""
         self._stopped.set()
+        for address in list(self._lookups):
+            self._answer(address, LocateFailed(address, _gone()))
         for request_id in list(self._waiting):
             self._settle(FetchFailed(request_id, _gone()))
         for request_id in self._fetches - self.agent.written_ids:

@@ -28,7 +28,7 @@ MIN_STAGING_BYTES = 1 << 20
 # take a tenth less time with this than with 16 MiB, and with 32 hardly less.
 SLOT_BYTES = 24 << 20
 
-Notice = c.Fetched | c.FetchFailed | c.BlocksReleased | c.LeaseEnded | c.AgentStopped
+Notice = c.Fetched | c.FetchFailed | c.BlocksReleased | c.LeaseEnded | c.Located | c.LocateFailed | c.AgentStopped
 """What an engine is told, on the agent's thread."""
 
 

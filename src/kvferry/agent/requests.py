@@ -7,8 +7,10 @@ two would end. `OpenRequests` sees to it that no request has two leases or two f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ipaddress import ip_address
 from itertools import count
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -17,7 +19,7 @@ from kvferry.errors import RequestError
 from kvferry.plan.programs.request import check_ranges
 from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import FetchRequest, HoldRequest, LeaseProgress, LeaseRequest
-from kvferry.wire.messages import AnyBlockId, BlockId, Count, Name, Reference
+from kvferry.wire.messages import AnyBlockId, BlockId, Count, FirstToken, Name, Reference, TokenId
 
 MAX_NAME_LENGTH = 256
 OWN_TABLES = tuple[tuple[BlockId, ...], ...]
@@ -29,12 +31,31 @@ def check_lease(wanted: LeaseRequest) -> None:
     _check_names(wanted.request_id, wanted.lease_id)
     _check("block ids of a lease", wanted.block_tables, OWN_TABLES)
     _check("the number of tokens of a lease", wanted.num_tokens, Count)
+    _check_first_token(wanted.first_token)
 
 
 def check_growth(grown: LeaseProgress) -> None:
     """Raises RequestError for block ids or a number of tokens that cannot travel."""
     _check("block ids of a lease", grown.block_tables, OWN_TABLES)
     _check("the number of tokens of a lease", grown.num_ready, Count)
+    _check_first_token(grown.first_token)
+
+
+def check_address(address: str) -> None:
+    """Raises RequestError for what is no `tcp://IP:port`: a name would have to be looked up first."""
+    _check_names(address)
+    try:
+        parts = urlsplit(address)
+        is_usable = parts.scheme == "tcp" and bool(ip_address(parts.hostname or "") and parts.port)
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise RequestError("an address cannot be used", found=address, expected="tcp://IP:port")
+
+
+def _check_first_token(first: FirstToken | None) -> None:
+    if first is not None:
+        _check("the id of a first token", first.token_id, TokenId)
 
 
 def check_hold(wanted: HoldRequest) -> None:

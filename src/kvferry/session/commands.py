@@ -11,7 +11,7 @@ from kvferry.plan.digests.extractor import Extract
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.plan.programs.tiles import Tile
 from kvferry.session.keys import PeerKey, Remote, SlotKey, WorkKey
-from kvferry.wire.messages import Message, Offer, TargetOffer
+from kvferry.wire.messages import FirstToken, Message, Offer, TargetOffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class FetchReport:
     """What one finished fetch moved, over what, and how long each phase took (seconds).
 
     `verified` says by what digest: `sampled`, `full`, `off`, or `unreadable` when a sample was wanted but the CPU
-    cannot read the memory of one side.
+    cannot read the memory of one side. `first_token` is what the source has sampled after the prompt, if it says so.
     """
 
     tokens: int
@@ -124,6 +124,7 @@ class FetchReport:
     strategy: str
     phases_s: Mapping[str, float] = field(default_factory=dict)
     verified: str = "off"
+    first_token: FirstToken | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,31 @@ class LeaseEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteEngine:
+    """One incarnation of another engine, and the control address of each of its ranks."""
+
+    engine_id: str
+    epoch: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Whose address it is that was asked for."""
+
+    address: str
+    engine: RemoteEngine
+
+
+@dataclass(frozen=True, slots=True)
+class LocateFailed:
+    """Nobody has said in time whose address it is, or who did cannot be used."""
+
+    address: str
+    error: TransferError
+
+
+@dataclass(frozen=True, slots=True)
 class AgentStopped:
     """Not from a session but from its owner: we move nothing any more, and no further notice will come.
 
@@ -177,5 +203,5 @@ class Count:
 _ToPeer = Send | Reply
 _OfTransport = Connect | Disconnect | CheckLiveness | Post | Cancel
 _OfMemory = Acquire | Release | Stage | Digest | DropDigest
-_ToEngine = Fetched | FetchFailed | BlocksReleased | LeaseEnded
+_ToEngine = Fetched | FetchFailed | BlocksReleased | LeaseEnded | Located | LocateFailed
 Command = _ToPeer | _OfTransport | _OfMemory | _ToEngine | Count

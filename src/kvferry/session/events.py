@@ -13,7 +13,7 @@ from kvferry.plan.description.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, Pro
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.strategy.calibration import TYPICAL_AGENTS, Costs
 from kvferry.session.keys import PeerKey, Remote, SlotKey, WorkKey
-from kvferry.wire.messages import Message, Reference
+from kvferry.wire.messages import FirstToken, Message, Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class LeaseRequest:
 
     With `is_growing` it computes the request still, and will have `num_tokens` tokens: `LeaseProgress` says how many of
     them are there.
-    Claims for another `prompt` are refused, and all claims if it `is_unnamed`.
+    Claims for another `prompt` are refused, and all claims if it `is_unnamed`. `first_token` is what the engine has
+    sampled after the prompt; readers that compute no token of it need that.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class LeaseRequest:
     is_growing: bool = False
     prompt: Prompt = UNKNOWN_PROMPT
     is_unnamed: bool = False
+    first_token: FirstToken | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,15 @@ class LeaseProgress:
     """The first `num_ready` tokens of a growing lease are computed, and will not change any more.
 
     Of the tokens that follow, the states that the engine computes first may be there before the others: see `Ahead`.
-    `block_tables` are those of all these tokens at least; what lies there must stay until `LeaseEnded`.
+    `block_tables` are those of all these tokens at least; what lies there must stay until `LeaseEnded`. With the last
+    token comes the `first_token` that was sampled after the prompt, if anybody needs it.
     """
 
     request_id: str
     block_tables: tuple[tuple[int, ...], ...]
     num_ready: int
     ahead: Ahead = NOT_AHEAD
+    first_token: FirstToken | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,20 @@ class LeaseWithdrawn:
     """The engine does not want to serve this request's cache any more."""
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RanksKnown:
+    """The control addresses of all ranks of our engine, in their order: told to whoever asks who is here."""
+
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocateRequest:
+    """The engine knows only the address of a source rank, and wants to know whose it is."""
+
+    address: str
 
 
 @dataclass(frozen=True, slots=True)

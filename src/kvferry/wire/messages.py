@@ -10,6 +10,7 @@ Every request can be answered with a `Refusal`; every message may arrive twice.
 from __future__ import annotations
 
 from enum import StrEnum
+from math import isnan
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -21,7 +22,7 @@ from kvferry.plan.digests.subject import NOTHING, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -33,6 +34,7 @@ MAX_SLOT_BYTES = 1 << 32
 SlotBytes = Annotated[int, Meta(ge=0, le=MAX_SLOT_BYTES)]
 Value = Annotated[bytes, Meta(min_length=8, max_length=8)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 48)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 # A target's table may hold anything where nothing is looked at.
 AnyBlockId = Annotated[int, Meta(ge=-(1 << 48), lt=1 << 48)]
 
@@ -79,7 +81,10 @@ class Reference(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """First message of a target. Unknown fields are tolerated, so that versions can be compared at all."""
+    """First message of a target. Unknown fields are tolerated, so that versions can be compared at all.
+
+    Without an engine and an epoch that it expects, it asks who is there.
+    """
 
     wire_version: int
     product_version: Name
@@ -89,13 +94,15 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
-    """The source's answer to `Hello`: who it is. `fingerprint` names its layout."""
+    """The source's answer to `Hello`: who it is. `fingerprint` names its layout. `addresses` are the control addresses
+    of all ranks of its engine, in their order; empty where its engine has not named them."""
 
     wire_version: int
     product_version: Name
     party: Party
     num_ranks: Rank
     fingerprint: Name
+    addresses: Annotated[tuple[Name, ...], Meta(max_length=1 << 12)] = ()
 
 
 class OfferRequest(Struct, frozen=True, tag="offer_request", forbid_unknown_fields=True):
@@ -239,15 +246,30 @@ class Landed(Struct, frozen=True, tag="landed", forbid_unknown_fields=True):
     lease_id: Name
 
 
+class FirstToken(Struct, frozen=True, forbid_unknown_fields=True):
+    """The token that a prefill has sampled, for engines that compute no token of a prompt. Where they were asked for:
+    the natural logarithm of its probability, and the most likely tokens with theirs. Raises ValueError for what is no
+    number."""
+
+    token_id: TokenId
+    logprob: float | None = None
+    top_logprobs: Annotated[tuple[tuple[TokenId, float], ...], Meta(max_length=1 << 12)] = ()
+
+    def __post_init__(self) -> None:
+        if any(isnan(logprob) for logprob in (self.logprob or 0.0, *(logprob for _, logprob in self.top_logprobs))):
+            raise ValueError("a logarithm of a probability is not a number")
+
+
 class Valid(Struct, frozen=True, tag="valid", forbid_unknown_fields=True):
     """The lease was live during the whole transfer: the bytes are the request's own.
 
     `digests` has a value per state of the claim's subject, in its order. Where the source writes all, it knows itself
-    when that is over, and says this when its last ticket has ended, unasked.
+    when that is over, and says this when its last ticket has ended, unasked. `first_token` is there once it is known.
     """
 
     claim_id: Name
     digests: Annotated[tuple[Value, ...], Meta(max_length=1 << 20)] = ()
+    first_token: FirstToken | None = None
 
 
 class Renew(Struct, frozen=True, tag="renew", forbid_unknown_fields=True):

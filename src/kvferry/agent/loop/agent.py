@@ -26,7 +26,7 @@ from kvferry.agent.memory.arena import Arena
 from kvferry.agent.memory.digests import Digester, HostBytes
 from kvferry.agent.memory.peer_slots import PeerSlots
 from kvferry.agent.memory.staging_slots import StagingSlots
-from kvferry.agent.requests import OpenRequests, check_fetch, check_growth, check_hold, check_lease
+from kvferry.agent.requests import OpenRequests, check_address, check_fetch, check_growth, check_hold, check_lease
 from kvferry.agent.transports.manager import TransportManager
 from kvferry.agent.transports.negotiation import PeerReport
 from kvferry.plan.programs.copies import Direction
@@ -168,8 +168,10 @@ class Agent:
 
     # --- what engines call ---
 
-    def start(self) -> None:
-        """Begin to answer and to move."""
+    def start(self, addresses: Sequence[str] = ()) -> None:
+        """Begin to answer and to move. `addresses` are those of the agents of all ranks of this engine, in their order:
+        who asks one of them who it is (`locate`) hears of all."""
+        self._submit(e.RanksKnown(tuple(addresses)))
         self._thread.start()
 
     def lease(self, wanted: e.LeaseRequest) -> Reference:
@@ -193,6 +195,14 @@ class Agent:
     def withdraw(self, request_id: str) -> None:
         """End a request's lease early; `LeaseEnded` follows."""
         self._submit(e.LeaseWithdrawn(request_id))
+
+    def locate(self, address: str) -> None:
+        """Ask whose address it is; `Located` or `LocateFailed` follows.
+
+        Raises RequestError for what cannot be an address.
+        """
+        check_address(address)
+        self._submit(e.LocateRequest(address))
 
     def hold(self, wanted: e.HoldRequest) -> None:
         """Keep a remote lease alive until its request's turn comes, and connect to its source meanwhile.

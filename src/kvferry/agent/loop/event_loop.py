@@ -38,8 +38,8 @@ QUIET_S = 0.1
 # One iteration digests about this much: a few milliseconds.
 DIGEST_BYTES = 16 << 20
 
-_SourceEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn
-_TargetEvent = e.HoldRequest | e.FetchRequest | e.AbortRequest
+_SourceEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn | e.RanksKnown
+_TargetEvent = e.LocateRequest | e.HoldRequest | e.FetchRequest | e.AbortRequest
 _Work = c.Post | c.Cancel | c.Digest | c.DropDigest | c.CheckLiveness | c.Acquire | c.Release | c.Stage
 _CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested | e.Acquired | e.Staged
 
@@ -207,7 +207,7 @@ class EventLoop:
                     self.liveness.forget(peer)
             case c.Count(what, reason):
                 self.counts[what, reason] += 1
-            case c.Fetched() | c.FetchFailed() | c.BlocksReleased() | c.LeaseEnded():
+            case c.Fetched() | c.FetchFailed() | c.BlocksReleased() | c.LeaseEnded() | c.Located() | c.LocateFailed():
                 self.notify(command)
             case _:
                 self._start_work(command)

@@ -36,26 +36,31 @@ class SourceIdentity:
 
 
 class SourceHandshake:
-    """Answers `Hello` and `OfferRequest`. A target that has the offer may be testing our memory for `handshake_s`."""
+    """Answers `Hello` and `OfferRequest`. A target that has the offer may be testing our memory for `handshake_s`.
+
+    `addresses` are those of all ranks of our engine, once they are known.
+    """
 
     def __init__(self, identity: SourceIdentity, handshake_s: float) -> None:
         self._identity = identity
         self._handshake_s = handshake_s
         self._offered: dict[Party, float] = {}
+        self.addresses: tuple[str, ...] = ()
 
     def hello(self, hello: m.Hello) -> m.Welcome:
         """Who we are. Raises TransferError if the target means somebody else."""
         identity, ours = self._identity, self._identity.party
+        engine_id, epoch = hello.expects_engine_id or ours.engine_id, hello.expects_epoch or ours.epoch
         checks = (
             (Reason.WIRE_VERSION, "wire versions differ", str(hello.wire_version), str(WIRE_VERSION)),
-            (Reason.WRONG_ENGINE, "another engine listens here", hello.expects_engine_id, ours.engine_id),
-            (Reason.WRONG_EPOCH, "the engine has restarted", hello.expects_epoch, ours.epoch),
+            (Reason.WRONG_ENGINE, "another engine listens here", engine_id, ours.engine_id),
+            (Reason.WRONG_EPOCH, "the engine has restarted", epoch, ours.epoch),
         )
         for reason, what, found, expected in checks:
             if found != expected:
                 raise TransferError(reason, what, found=found, expected=expected)
         name = fingerprint(identity.layout)
-        return m.Welcome(WIRE_VERSION, identity.product_version, ours, len(identity.layouts), name)
+        return m.Welcome(WIRE_VERSION, identity.product_version, ours, len(identity.layouts), name, self.addresses)
 
     def offer(self, request: m.OfferRequest, now: float) -> m.Offer:
         """Where our memory is, and how it is reached."""

@@ -13,7 +13,7 @@ from kvferry.session.keys import ClaimKey
 from kvferry.session.source.direct_write import DirectWrite
 from kvferry.session.source.packed_write import PackedWrite
 from kvferry.session.state_machine import StateMachine, TransitionTable
-from kvferry.wire.messages import Claim, Landed, Party, Reason
+from kvferry.wire.messages import Claim, FirstToken, Landed, Party, Reason
 
 
 class LeaseState(StrEnum):
@@ -79,6 +79,7 @@ class Lease:
     completed: dict[Party, tuple[bytes, ...]] = field(default_factory=dict)
     digests: dict[ClaimKey, OwnDigest] = field(default_factory=dict)
     writes: dict[ClaimKey, PackedWrite | DirectWrite] = field(default_factory=dict)
+    first_token: FirstToken | None = None
     ended_as: str = ""
     is_freed: bool = False
 
@@ -86,7 +87,8 @@ class Lease:
     def opened(cls, request: LeaseRequest, deadline: float) -> Lease:
         """A lease that nobody has claimed yet."""
         machine = StateMachine(f"lease {request.lease_id}", LEASE_TABLE, LeaseState.OPEN)
-        return cls(request, machine, deadline, 0 if request.is_growing else request.num_tokens)
+        num_ready = 0 if request.is_growing else request.num_tokens
+        return cls(request, machine, deadline, num_ready, first_token=request.first_token)
 
     @property
     def live(self) -> bool:
@@ -144,6 +146,7 @@ class Lease:
         if before < after and max(after[:2]) <= self.request.num_tokens:
             self.num_ready, self.ahead = event.num_ready, event.ahead
             self.request = replace(self.request, block_tables=event.block_tables)
+            self.first_token = event.first_token
 
     def check(self, claim: Claim) -> None:
         """Raises TransferError for a claim that cannot be granted."""

@@ -27,7 +27,7 @@ from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 from kvferry.wire.messages import Reason
 
-_EngineEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn
+_EngineEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn | e.RanksKnown
 _WriteEvent = e.TicketEnded | e.Acquired | e.Staged
 SourceEvent = _EngineEvent | _WriteEvent | e.FrameArrived | e.PeerConnected | e.PeerUnreachable | e.Digested | e.Tick
 
@@ -49,6 +49,7 @@ class SourceSession:
             e.LeaseRequest: self._lease,
             e.LeaseProgress: self._grow,
             e.LeaseWithdrawn: self._withdraw,
+            e.RanksKnown: self._introduce,
             e.FrameArrived: self._answer,
             e.PeerConnected: self._connected,
             e.PeerUnreachable: self._connected,
@@ -113,6 +114,10 @@ class SourceSession:
         if lease.readers and lease.finished:
             commands += self._leases.end(lease, "all readers valid", "done", now)
         return commands
+
+    def _introduce(self, event: e.RanksKnown, now: float) -> list[Command]:
+        self._handshake.addresses = event.addresses
+        return []
 
     def _tick(self, event: e.Tick, now: float) -> list[Command]:
         return [*self._writes.prepare(), *self._completed_reads.prepare(now)]

@@ -16,6 +16,7 @@ from kvferry.session import events as e
 from kvferry.session.commands import Command, Count, Disconnect
 from kvferry.session.keys import PeerKey, ReadKey, SlotKey, peers_of
 from kvferry.session.target.liveness import Liveness
+from kvferry.session.target.lookups import Lookups
 from kvferry.session.target.peers.handshakes import Handshakes, PeerLost, PeerReady, TargetIdentity
 from kvferry.session.target.peers.peer import Peer, PeerState
 from kvferry.session.target.quarantine import PendingAborts, Quarantine
@@ -25,7 +26,7 @@ from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 from kvferry.wire.messages import Reason
 
-_EngineEvent = e.HoldRequest | e.FetchRequest | e.AbortRequest
+_EngineEvent = e.LocateRequest | e.HoldRequest | e.FetchRequest | e.AbortRequest
 _PeerEvent = e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.PeerGone
 TargetEvent = _EngineEvent | _PeerEvent | e.TicketEnded | e.Acquired | e.Staged | e.Digested | e.Tick
 Step = f.Step | PeerLost | PeerReady
@@ -37,12 +38,14 @@ class TargetSession:
     def __init__(self, identity: TargetIdentity, timing: Timing) -> None:
         self._timing = timing
         self._peers = Handshakes(identity, timing)
+        self._lookups = Lookups(identity, timing)
         self._fetches: dict[str, f.Fetch] = {}
         self._reads = Reads(identity, self._peers, self._fetches, timing)
         self._aborts = PendingAborts(identity.party, self._peers, timing)
         self._quarantine = Quarantine(self._fetches, self._aborts, self._peers)
         self._liveness = Liveness(identity.party, self._peers, self._fetches, timing)
         self._handlers: dict[type, Callable[..., Iterator[Step]]] = {
+            e.LocateRequest: self._lookups.begin,
             e.HoldRequest: self._hold,
             e.FetchRequest: self._fetch,
             e.AbortRequest: self._abort,
@@ -75,7 +78,8 @@ class TargetSession:
 
     def next_deadline(self, now: float) -> float:
         """When `handle(Tick())` is due next; infinity when nothing is waited for."""
-        if self._fetches or self._liveness.queued or self._aborts or not all(peer.ready for peer in self._peers):
+        is_meeting = self._lookups or not all(peer.ready for peer in self._peers)
+        if self._fetches or self._liveness.queued or self._aborts or is_meeting:
             return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2
         return min((peer.last_heard + self._timing.idle_peer_s for peer in self._peers), default=float("inf"))
 
@@ -174,6 +178,7 @@ class TargetSession:
     # --- answers ---
 
     def _answer(self, event: e.AnswerArrived, now: float) -> Iterator[Step]:
+        yield from self._lookups.answered(event.peer, event.message)
         handler = self._answers.get(type(event.message))
         if isinstance(event.message, m.Aborted):
             # A peer that counts as lost may have resumed: its acknowledgement counts as well.
@@ -214,6 +219,7 @@ class TargetSession:
         self._aborts.gone(event.peer, now)
 
     def _tick(self, event: e.Tick, now: float) -> Iterator[Step]:
+        yield from self._lookups.repeat(now)
         yield from self._liveness.watch(now)
         for fetch in list(self._fetches.values()):
             yield from self._reads.retry(fetch, now)

@@ -22,7 +22,7 @@ from kvferry.session.state_machine import StateMachine, TransitionTable
 from kvferry.session.target.read_strategy import TransferMode
 from kvferry.session.target.reads.slot_pipeline import SlotPipeline
 from kvferry.session.timeouts import Timing
-from kvferry.wire.messages import Reason
+from kvferry.wire.messages import FirstToken, Reason
 
 
 class ReadState(StrEnum):
@@ -183,6 +183,7 @@ class Fetch:
     posted_at: float = 0.0
     landed_at: float = 0.0
     verified: str = "off"
+    first_token: FirstToken | None = None
 
     def start_reads(self, modes: dict[PeerKey, TransferMode], subjects: dict[PeerKey, Subject], now: float) -> None:
         """One read per source rank that holds something we need."""
@@ -237,6 +238,7 @@ class Fetch:
                 "verify": now - self.landed_at,
             },
             verified=self.verified,
+            first_token=self.first_token,
         )
 
 

@@ -93,6 +93,7 @@ class Verifier:
         """The source confirms that the lease was live, and sends its digests."""
         states = *ASKING, ReadState.EXPOSED, ReadState.MOVING
         for fetch, read in reads_of(self._fetches, peer.key, valid.claim_id, *states):
+            fetch.first_token = valid.first_token or fetch.first_token
             if read.state in ASKING:
                 read.theirs = valid.digests
                 read.machine.move("valid")

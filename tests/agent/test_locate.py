@@ -1,0 +1,72 @@
+"""Real agents that know of each other only where one of them listens."""
+
+import asyncio
+import socket
+
+import pytest
+
+import kvferry
+from kvferry.errors import TransferError
+from kvferry.layout import EngineShape, attention, describe
+
+MODEL = attention(num_layers=1, num_heads=2, head_dim=8, dtype="float32", item_bytes=4)
+SHAPE = EngineShape(2, 1, block_tokens=4, num_blocks=4, format="block-major")
+TIMING = kvferry.Timing(handshake_s=2.0, resend_s=0.1)
+
+
+@pytest.fixture
+def memory():
+    shared = kvferry.allocate_shared(SHAPE.num_blocks * SHAPE.block_tokens * MODEL.bytes_per_token, "locate")
+    yield shared.memory
+    shared.close()
+
+
+def cache_of(memory):
+    return kvferry.Cache(describe(MODEL, SHAPE, memory.address), (memory,))
+
+
+def config_of(name, rank=0):
+    return kvferry.AgentConfig(name, "epoch-1", rank, transport="tcp", timing=TIMING)
+
+
+def test_rank_0_answers_for_all_ranks_of_its_engine(memory):
+    async def ask():
+        prefill = [kvferry.open_agent(config_of("prefill", rank), cache_of(memory), print) for rank in (0, 1)]
+        addresses = tuple(agent.address for agent in prefill)
+        async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
+            for agent in prefill:
+                agent.start(addresses)
+            try:
+                return addresses, await asyncio.gather(decode.locate(addresses[0]), decode.locate(addresses[0]))
+            finally:
+                for agent in prefill:
+                    agent.close()
+
+    addresses, found = asyncio.run(ask())
+    assert found == [kvferry.RemoteEngine("prefill", "epoch-1", addresses)] * 2
+
+
+def test_where_nobody_is_that_is_said_in_time(memory):
+    async def ask():
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
+                await decode.locate(f"tcp://127.0.0.1:{held.getsockname()[1]}")
+
+    with pytest.raises(TransferError, match="has said who it is"):
+        asyncio.run(ask())
+
+
+def test_an_agent_that_stops_says_so_to_who_waits(memory):
+    async def ask():
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
+                waiting = asyncio.ensure_future(decode.locate(f"tcp://127.0.0.1:{held.getsockname()[1]}"))
+                await asyncio.sleep(0)
+        with pytest.raises(TransferError, match="has stopped"):
+            await waiting
+        with pytest.raises(TransferError, match="has stopped"):
+            await decode.locate("tcp://127.0.0.1:1")
+
+    asyncio.run(ask())

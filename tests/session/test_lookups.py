@@ -1,0 +1,95 @@
+"""An engine that knows only an address asks who is there, and hears of all ranks."""
+
+import msgspec
+import pytest
+from playbook import play
+from session_cases import OFFER, PEER, SOURCE_LAYOUT, TARGET_LAYOUTS, WELCOME, said, source_session
+from session_cases import SOURCE as THEM
+from session_cases import TARGET as US
+
+from kvferry.plan.description.layout import fingerprint
+from kvferry.session.commands import Count, Disconnect, Located, LocateFailed, RemoteEngine, Reply, Send
+from kvferry.session.events import AnswerArrived, LocateRequest, RanksKnown, Tick
+from kvferry.session.keys import PeerKey
+from kvferry.session.target.peers.handshakes import TargetIdentity
+from kvferry.session.target.session import TargetSession
+from kvferry.session.timeouts import Timing
+from kvferry.wire import messages as m
+
+TIMING = Timing(resend_s=0.5, handshake_s=5.0)
+ADDRESS, ALL = PEER.address, (PEER.address, "tcp://127.0.0.1:9")
+NOBODY = PeerKey(ADDRESS, "", "")
+ASK = Send(NOBODY, m.Hello(m.WIRE_VERSION, "0.1.0", US, "", ""))
+REQUEST = LocateRequest(ADDRESS)
+
+
+@pytest.fixture
+def target() -> TargetSession:
+    return TargetSession(TargetIdentity(US, "0.1.0", TARGET_LAYOUTS), TIMING)
+
+
+def answer(message):
+    return AnswerArrived(NOBODY, message)
+
+
+def welcome(num_ranks, addresses):
+    return m.Welcome(m.WIRE_VERSION, "0.1.0", THEM, num_ranks, fingerprint(SOURCE_LAYOUT), addresses)
+
+
+@pytest.mark.parametrize(("num_ranks", "addresses", "found"), [(2, ALL, ALL), (1, (), (ADDRESS,))])
+def test_whoever_is_there_says_who_it_is(target, num_ranks, addresses, found):
+    engine = RemoteEngine(THEM.engine_id, THEM.epoch, found)
+    play(
+        target,
+        [
+            (0.0, REQUEST, [ASK]),
+            (0.1, answer(welcome(num_ranks, addresses)), [Disconnect(NOBODY), Located(ADDRESS, engine)]),
+            # Said again, it changes nothing.
+            (0.2, answer(welcome(num_ranks, addresses)), []),
+            (9.0, Tick(), []),
+        ],
+    )
+
+
+def test_a_question_is_repeated_and_given_up(target):
+    steps = [(0.0, REQUEST, [ASK]), (0.1, REQUEST, []), (0.3, Tick(), []), (0.6, Tick(), [ASK]), (0.8, Tick(), [])]
+    *_, failed = play(target, [*steps, (5.0, Tick(), [Disconnect(NOBODY), LocateFailed])])
+    assert failed.error.reason == m.Reason.DEADLINE
+    assert target.next_deadline(6.0) == float("inf")
+    # It can be asked for again.
+    play(target, [(6.0, REQUEST, [ASK])])
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (welcome(2, ()), m.Reason.MALFORMED),
+        (welcome(2, (ADDRESS,)), m.Reason.MALFORMED),
+        (welcome(1, ALL), m.Reason.MALFORMED),
+        (m.Refusal(m.Reason.WIRE_VERSION, "wire versions differ", "1", "2", ""), m.Reason.WIRE_VERSION),
+    ],
+)
+def test_an_answer_that_is_no_use(target, message, reason):
+    play(target, [(0.0, REQUEST, [ASK])])
+    *_, failed = target.handle(answer(message), 0.1)
+    assert (type(failed), failed.address, failed.error.reason) == (LocateFailed, ADDRESS, reason)
+
+
+def test_an_answer_that_says_something_else_is_counted_and_waited_out(target):
+    play(target, [(0.0, REQUEST, [ASK]), (0.1, answer(OFFER), []), (0.2, answer(m.Abort(US, "c", "l")), [Count])])
+    play(target, [(0.3, answer(welcome(1, ())), [Disconnect, Located])])
+
+
+def test_a_lookup_is_no_handshake(target):
+    """Who is asked for without a name has not been met: a fetch from there begins with a hello of its own."""
+    play(target, [(0.0, REQUEST, [ASK]), (0.1, AnswerArrived(PEER, WELCOME), [])])
+
+
+def test_a_source_names_its_ranks_once_it_knows_them():
+    source = source_session(TIMING)
+    hello = m.Hello(m.WIRE_VERSION, "0.1.0", US, "", "")
+    play(source, [(0, said(hello), [Reply("x", welcome(1, ()))])])
+    play(source, [(1, RanksKnown((ADDRESS,)), []), (2, said(hello), [Reply("x", welcome(1, (ADDRESS,)))])])
+    named = msgspec.structs.replace(hello, expects_engine_id=THEM.engine_id, expects_epoch="another")
+    (refused,) = [c.message for c in source.handle(said(named), 3) if isinstance(c, Reply)]
+    assert refused.reason == m.Reason.WRONG_EPOCH
