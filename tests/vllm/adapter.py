@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from models import GROUPED
+from tiny_models import GROUPED
 
 __all__ = ["make_adapter"]
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from models import VOCAB_SIZE
 from proxy import Answer, Question, RefusedError, ask, ask_disaggregated
 from servers import Pair, Server
+from tiny_models import VOCAB_SIZE
 
 __all__ = ["Comparison", "alone", "check_equal", "compare", "judge", "loaded_tokens", "prompts_of", "wait_until_free"]
 

@@ -15,9 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from models import MODELS, model_folder
 from proxy import REMOTE_DECODE
 from servers import ENVIRONMENT
+from tiny_models import MODELS, model_folder
 
 from kvferry.cli.up.processes import Child
 

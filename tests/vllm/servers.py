@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import random
-import re
-import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models import MODELS, model_folder
+from engine_server import POLL_S, START_S, EngineServer, StartError, hold_ports
+from tiny_models import MODELS, model_folder
 
 __all__ = ["PLAIN", "Pair", "PairSpec", "Server", "ServerSpec", "StartError"]
 
-START_S = 300.0
-STOP_S = 20.0
-POLL_S = 0.25
 MOST_RANKS = 2
-FIRST_PORT, LAST_PORT = 20_000, 30_000
-MOST_WORDS = 20
 FERRY_MODULE = "kvferry.connectors.vllm"
 # What our router asks of an engine, on vLLM's own server.
 MIDDLEWARE = (
@@ -50,10 +38,6 @@ ENVIRONMENT = {
     # For /reset_prefix_cache.
     "VLLM_SERVER_DEV_MODE": "1",
 }
-
-
-class StartError(Exception):
-    """A server ended, or was not ready in time; says so with the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,42 +74,16 @@ class PairSpec:
 PLAIN = PairSpec("llama", ServerSpec("kv_producer", flags=("--max-num-batched-tokens", "1024")), lease_s=15)
 
 
-@dataclass(slots=True)
-class Server:
-    """One running `vllm serve`. Its ports are nobody else's until it is stopped; everything it says is in `log`."""
+class Server(EngineServer):
+    """One running `vllm serve`, and the ports of its side channel."""
 
-    pair: PairSpec
-    spec: ServerSpec
-    connector: str
-    log: Path
-    port: int = field(init=False)
-    side_port: int = field(init=False)
-    process: subprocess.Popen[bytes] | None = None
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    def __init__(self, pair: PairSpec, spec: ServerSpec, connector: str, log: Path) -> None:
+        super().__init__(spec.role, log)
+        self.pair, self.spec, self.connector = pair, spec, connector
+        self.side_port = hold_ports(self.held, MOST_RANKS)
 
-    def __post_init__(self) -> None:
-        self.port, self.side_port = hold_ports(self.held), hold_ports(self.held, MOST_RANKS)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        """Begin to start; `wait_until_ready` waits. A server that was killed keeps its ports over a new start."""
-        environment = {**os.environ, **ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port)}
-        environment |= dict(self.spec.environment)
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self._command(), stdout=log, stderr=log, env=environment, process_group=0)
-
-    def wait_until_ready(self) -> None:
-        """Raises StartError when it ends or is not ready within START_S."""
-        deadline = time.monotonic() + START_S
-        while not self.healthy():
-            if self.process is None or self.process.poll() is not None:
-                raise StartError(f"the {self.spec.role} ended while it started: {self.words()}")
-            if time.monotonic() > deadline:
-                raise StartError(f"the {self.spec.role} is not ready after {START_S:.0f} s: {self.words()}")
-            time.sleep(POLL_S)
+    def environment(self) -> dict[str, str]:
+        return {**ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port), **dict(self.spec.environment)}
 
     def warm_up(self) -> None:
         """Answer once. vLLM compiles at its first steps, which on busy cores can take longer than a lease lasts."""
@@ -146,13 +104,6 @@ class Server:
             time.sleep(POLL_S)
         raise TimeoutError(f"blocks of the {self.spec.role} are in use after {within_s:.0f} s")
 
-    def healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as response:
-                return response.status == 200
-        except OSError:
-            return False
-
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels; raises KeyError when the server has none of that name."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
@@ -162,35 +113,7 @@ class Server:
             raise KeyError(f"no metric {name} on {self.url}")
         return sum(values)
 
-    def words(self) -> str:
-        """What its log says about errors, first to last, and where the rest is."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if re.search(r"\w+(Error|Exception)\b|^\s*hint:", line)]
-        return "\n".join([*(errors or lines)[-MOST_WORDS:], f"(see {self.log})"])
-
-    def kill(self) -> None:
-        """End the whole process group without a goodbye, as a lost machine would."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(STOP_S)
-            self.process = None
-
-    def terminate(self) -> None:
-        """Ask it to end; `stop` waits for it."""
-        if self.process is not None:
-            self.process.terminate()
-
-    def stop(self) -> None:
-        """End it politely, then by force, for good; nothing of its process group survives."""
-        self.held.close()
-        if self.process is not None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_S)
-            self.kill()
-
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
         model = MODELS[self.pair.model]
         block_tokens = self.spec.block_tokens or model.block_tokens
         return [
@@ -256,28 +179,3 @@ class Pair:
             server.terminate()
         for server in self.servers:
             server.stop()
-
-
-def hold_ports(held: contextlib.ExitStack, num_ports: int = 1) -> int:
-    """The first of `num_ports` neighbouring ports, one per rank, as NIXL's side channel wants. They are this server's
-    until `held` is closed: of two servers that were given one port, the first one that is ready would answer for both.
-
-    Not among those that the system gives to whoever asks for any: somebody may have got it already.
-    """
-    while True:
-        first = random.randrange(FIRST_PORT, LAST_PORT)
-        with contextlib.ExitStack() as tried:
-            if all(_hold(tried, first + i) for i in range(num_ports)):
-                held.enter_context(tried.pop_all())
-                return first
-
-
-def _hold(held: contextlib.ExitStack, port: int) -> bool:
-    bound = held.enter_context(socket.socket())
-    try:
-        bound.bind(("127.0.0.1", port))
-    except OSError:
-        return False
-    # Only now: nobody else has the port, and the server may have it beside us.
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return True

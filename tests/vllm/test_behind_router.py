@@ -9,8 +9,8 @@ import random
 import pytest
 from answers import EXTERNAL_HITS, FIRST_PLAIN_TOKEN
 from crossing import metric, post, route
-from models import VOCAB_SIZE
 from servers import PLAIN
+from tiny_models import VOCAB_SIZE
 
 NUM_PROMPT_TOKENS = 300
 NUM_TOKENS = 12

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from answers import EXTERNAL_HITS, FIRST_PLAIN_TOKEN
 from crossing import Crossing, Prompt, across, alone, body, crossing, get, metric, post, route, streamed
-from models import VOCAB_SIZE
+from tiny_models import VOCAB_SIZE
 
 # One token, below a block, exactly blocks, one more, beyond a window of 192, and sizes that no block divides.
 SIZES = (1, 2, 16, 17, 63, 64, 65, 129, 193, 300, 700)

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from answers import prompts_of, wait_until_free
-from models import model_folder
 from proxy import Question
 from servers import ENVIRONMENT, PLAIN, Pair, PairSpec, Server
 from test_middleware_on_vllm import first_leg, post
+from tiny_models import model_folder
 
 SPOILING = Path(__file__).parents[1] / "spoiling_serve.py"
 COMPLETIONS = "/v1/completions"

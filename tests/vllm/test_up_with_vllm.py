@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 from crossing import VLLM_ARGUMENTS
-from models import model_folder
 from servers import ENVIRONMENT
+from tiny_models import model_folder
 
 WITHIN_S = 600.0
 

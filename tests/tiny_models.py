@@ -178,12 +178,12 @@ MODELS: dict[str, TinyModel] = {
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a tiny model for `vllm serve`; makes it when it is not there (a few seconds).
+    """The folder of a tiny model ; makes it when it is not there (a few seconds).
 
     The folder's name holds a hash of this recipe and of the library that builds it: nothing stale is ever used, and
     deleting the folder only costs the time of making it again. Safe when several processes do it at once.
     """
-    folder = Path.home() / ".cache" / "kvferry" / "vllm-models" / _recipe() / name
+    folder = Path.home() / ".cache" / "kvferry" / "tiny-models" / _recipe() / name
     if not (folder / "config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
