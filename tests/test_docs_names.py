@@ -23,6 +23,7 @@ OF_OTHERS = {
     *(
         "--middleware",
         "--tensor-parallel-size",
+        "--disaggregation-transfer-backend",
         "--disable-log-stats",
         "--save-result",
         "--help",
@@ -66,9 +67,9 @@ def test_every_file_that_is_named_exists(page):
 
 
 def codes(page):
-    """The pieces of code in the text; of vLLM's pages only our own commands, for most options there are vLLM's."""
+    """The pieces of code in the text; of engines' pages only our own commands, for most options there are theirs."""
     found = re.findall(r"`([^`]+)`", prose(page))
-    return [code for code in found if re.match("kvferry [a-z]", code) or not page.name.startswith("vllm")]
+    return [code for code in found if re.match("kvferry [a-z]", code) or not page.name.startswith(("vllm", "sglang"))]
 
 
 def test_every_option_in_the_text_is_one():

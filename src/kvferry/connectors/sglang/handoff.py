@@ -1,0 +1,31 @@
+"""What a prefill hands to a decode beside the cache: the first token, in the rows of SGLang's own buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry import FirstToken
+
+
+def read(buffers: Any, row: int, request: Any) -> FirstToken:
+    """What SGLang has put into a row for a request whose forward has ended."""
+    token_id = int(buffers.output_ids[row, 0])
+    if not request.return_logprob:
+        return FirstToken(token_id)
+    count = request.logprob.top_logprobs_num
+    ids = buffers.output_top_logprobs_idx[row, :count].tolist()
+    logprobs = buffers.output_top_logprobs_val[row, :count].tolist()
+    top = tuple(zip(ids, logprobs, strict=True))
+    return FirstToken(token_id, float(buffers.output_token_logprobs_val[row, 0]), top)
+
+
+def write(buffers: Any, row: int, first: FirstToken, room: int) -> None:
+    """Fill a decode's row as a prefill of SGLang would. The room comes last: with it the row is complete."""
+    buffers.output_ids[row, 0] = first.token_id
+    buffers.cached_tokens[row] = 0
+    buffers.output_token_logprobs_idx[row, 0] = first.token_id
+    buffers.output_token_logprobs_val[row, 0] = first.logprob or 0.0
+    for place, (token_id, logprob) in enumerate(first.top_logprobs):
+        buffers.output_top_logprobs_idx[row, place] = token_id
+        buffers.output_top_logprobs_val[row, place] = logprob
+    buffers.bootstrap_room[row, 0] = room

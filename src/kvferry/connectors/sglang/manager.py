@@ -1,0 +1,121 @@
+"""The manager of a scheduler process: opens the rank's agent, and answers what SGLang asks of any backend."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVManager
+from sglang.srt.runtime_context import get_parallel
+
+from kvferry.connectors.sglang.construction import queue_being_made
+from kvferry.connectors.sglang.description import RankFacts, check_describable, describe
+from kvferry.connectors.sglang.rank import Rank, Ranks
+from kvferry.connectors.sglang.settings import settings_from
+from kvferry.devices import cache_device
+from kvferry.errors import ConfigurationError
+from kvferry.options import staging_memory_named
+
+OTHER_BACKEND = "use SGLang's own backend: --disaggregation-transfer-backend nixl"
+
+
+class Writing(Protocol):
+    """A request of a decode engine; `is_over` once no ticket can write to its pages any more."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillInfo:
+    """What SGLang asks of a prefill engine before it begins a request. Whether there is one, a receiver finds out."""
+
+    dp_size: int = 1
+    follow_bootstrap_room: bool = True
+
+
+class AnyPrefill:
+    """SGLang's table of prefill engines: whatever a request names is taken for one."""
+
+    def get(self, place: str, default: object = None) -> PrefillInfo:
+        return PrefillInfo()
+
+
+class FerryManager(BaseKVManager):
+    """One per scheduler process: the rank's agent, and the buffers in which SGLang expects first tokens."""
+
+    # Where one rank fails, SGLang holds the pages of the request on every rank until each rank's own fetch is over.
+    supports_deferred_decode_kv_release = True
+    enable_deferred_decode_kv_release = True
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        """Raises FerryError for a configuration that cannot be served, or an agent that cannot be set up."""
+        is_prefill = disaggregation_mode.value == "prefill"
+        queue = queue_being_made()
+        _check(queue)
+        check_describable(args)
+        self.kv_args = args
+        self.metadata = queue.metadata_buffers
+        settings, parallel = settings_from(os.environ), get_parallel()
+        heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
+        pool = queue.token_to_kv_pool
+        layout, memories = describe(pool, RankFacts(parallel.tp_rank, parallel.tp_size, heads))
+        device = cache_device(torch.device(pool.device), pool.device, staging_memory_named(settings.staging_memory))
+        self.milestone = device.milestone
+        ranks = Ranks(parallel.tp_size, parallel.tp_rank, parallel.attn_tp_group.cpu_group)
+        port = server_args.disaggregation_bootstrap_port if is_prefill else 0
+        self.rank = Rank(settings, layout, lambda layouts: device.cache(layouts, memories), ranks, port)
+        # The receiver of each room on this rank, for SGLang to ask after those that have failed.
+        self.receivers: dict[int, Writing] = {}
+        # What SGLang reads of any manager.
+        self.prefill_info_table = AnyPrefill()
+        self.transfer_infos: dict[int, object] = {}
+        self.request_status: dict[int, int] = {}
+        self.enable_all_cp_ranks_for_transfer = self.is_dummy_cp_rank = False
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Every prefill engine is known to SGLang."""
+        return True
+
+    def register_to_bootstrap(self) -> None:
+        """Nothing registers: rank 0 of a prefill engine answers for it."""
+
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        """Digests are compared before a fetch is over, whatever the layouts."""
+        return False
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether no ticket can write to the pages of a failed request on this rank any more."""
+        receiver = self.receivers.get(bootstrap_room)
+        return receiver is None or receiver.is_over
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        """SGLang has freed the pages of a failed request."""
+        self.receivers.pop(bootstrap_room, None)
+
+
+class FerryBootstrapServer(BaseKVBootstrapServer):
+    """Opens nothing: rank 0 of a prefill engine answers at the bootstrap port, and only to agents."""
+
+    def __init__(self, host: str, port: int) -> None:
+        pass
+
+
+def _check(queue: Any) -> None:
+    """Raises ConfigurationError for ways to run SGLang that are not supported yet."""
+    parallel = get_parallel()
+    for name in ("pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size"):
+        if (getattr(parallel, name, 1) or 1) > 1:
+            raise ConfigurationError(
+                "kvferry does not serve this way to divide an SGLang engine yet",
+                found=f"{name} {getattr(parallel, name)}",
+                expected="tensor parallelism alone",
+                hint=OTHER_BACKEND,
+            )
+    if not queue.scheduler.spec_algorithm.is_none():
+        what = "kvferry does not carry what speculative decoding needs of a prefill yet"
+        raise ConfigurationError(what, found=str(queue.scheduler.spec_algorithm), hint=OTHER_BACKEND)

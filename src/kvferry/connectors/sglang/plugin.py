@@ -1,0 +1,101 @@
+"""All that touches SGLang's inside: the choice `kvferry`, and which request or queue a new object belongs to.
+
+SGLang has no registry of transfer backends. What is needed of it is checked first, because SGLang swallows what a
+plug-in raises, and would say only that `kvferry` is no valid choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+from kvferry.connectors.sglang.construction import note_queue, note_request
+from kvferry.errors import ConfigurationError
+
+NAME = "kvferry"
+TESTED = "0.5.23"
+_UTILS = "sglang.srt.disaggregation.utils"
+_PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
+_DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+_MAKERS = (
+    (_PREFILL, "_init_kv_manager"),
+    (_DECODE, "_init_kv_manager"),
+    (_PREFILL, "create_sender"),
+    (_DECODE, "_create_receiver_and_enqueue"),
+)
+"""Where SGLang makes managers, senders and receivers."""
+
+
+def register() -> None:
+    """The entry point of the group `sglang.srt.plugins`: runs in every process of SGLang, before its options are read.
+
+    Raises ConfigurationError for an SGLang without what is needed; SGLang logs that and goes on without us.
+    """
+    try:
+        _register()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            "kvferry's transfer backend does not fit this SGLang",
+            found=f"{type(error).__name__}: {error}",
+            expected=f"SGLang {TESTED}",
+            hint="install that SGLang, or a kvferry that supports this one",
+        ) from error
+
+
+def _register() -> None:
+    from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for queue, method in _MAKERS:
+        _check_method(queue, method)
+    _check_sender()
+    _add_member(TransferBackend)
+    HookRegistry.register(f"{_UTILS}.get_kv_class", _class_of, HookType.AROUND)
+    for queue, method in _MAKERS:
+        note = note_queue if method == "_init_kv_manager" else note_request
+        HookRegistry.register(f"{queue}.{method}", note, HookType.AROUND)
+    if NAME not in DISAGG_TRANSFER_BACKEND_CHOICES:
+        add_disagg_transfer_backend_choices([NAME])
+
+
+def _check_method(queue: str, method: str) -> None:
+    module, _, name = queue.rpartition(".")
+    getattr(getattr(import_module(module), name), method)
+
+
+def _check_sender() -> None:
+    """Earlier versions do not say how many tokens they send."""
+    from sglang.srt.disaggregation.base.conn import BaseKVSender
+
+    if "num_kv_tokens" not in signature(BaseKVSender.send).parameters:
+        raise AttributeError("BaseKVSender.send has no parameter num_kv_tokens")
+
+
+def _add_member(backends: Any) -> None:
+    """A member more of an enumeration that SGLang looks names up in."""
+    if NAME in backends._value2member_map_:
+        return
+    member = object.__new__(backends)
+    member._name_, member._value_, member.__objclass__ = NAME.upper(), NAME, backends
+    type.__setattr__(backends, NAME.upper(), member)
+    backends._member_map_[NAME.upper()] = member
+    backends._member_names_.append(NAME.upper())
+    backends._value2member_map_[NAME] = member
+
+
+def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    if transfer_backend.value != NAME or class_type.value == "kvargs":
+        return original(transfer_backend, class_type)
+    from kvferry.connectors.sglang.manager import FerryBootstrapServer, FerryManager
+    from kvferry.connectors.sglang.receiver import FerryReceiver
+    from kvferry.connectors.sglang.sender import FerrySender
+
+    return {
+        "manager": FerryManager,
+        "sender": FerrySender,
+        "receiver": FerryReceiver,
+        "bootstrap_server": FerryBootstrapServer,
+    }[class_type.value]

@@ -1,0 +1,242 @@
+"""The agent of one of SGLang's scheduler processes: what it leases and fetches, and what has become of it.
+
+SGLang polls on its scheduler's thread, which must never wait. So what the agent says, on its own thread, is kept here
+until it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import msgspec
+import torch
+
+from kvferry import (
+    Agent,
+    AgentConfig,
+    AgentStopped,
+    BlocksReleased,
+    Cache,
+    Fetched,
+    FetchFailed,
+    FetchReport,
+    FetchRequest,
+    FirstToken,
+    HoldRequest,
+    LeaseEnded,
+    LeaseProgress,
+    LeaseRequest,
+    Located,
+    LocateFailed,
+    Notice,
+    Prompt,
+    Reason,
+    Reference,
+    RemoteEngine,
+    Timing,
+    TokenRange,
+    new_epoch,
+    open_agent,
+    read_token,
+)
+from kvferry.connectors.sglang.prefill_engines import PrefillEngines
+from kvferry.connectors.sglang.settings import Settings
+from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.layout import Layout
+from kvferry.options import digest_policy_named, direction_named, may_turn, staging_named
+
+logger = logging.getLogger(__name__)
+
+# A scheduler computes in the interpreter of its agent: a peer may be slow to answer without being lost.
+HANDSHAKE_S = 45.0
+MISSED_HEARTBEATS = 30
+# Both sides get a request at once: a decode may be faster than a prefill whose scheduler is in a long step.
+EARLY_CLAIM_S = 60.0
+MAX_ENGINE_ID = 64
+
+
+@dataclass(slots=True)
+class Leased:
+    """How a lease ended: `done` when every reader has it; empty while it is open."""
+
+    ended: str = ""
+
+
+@dataclass(slots=True)
+class Fetching:
+    """What has become of a fetch. `is_over` when no ticket can write to its pages any more."""
+
+    request_id: str
+    report: FetchReport | None = None
+    error: FerryError | None = None
+    is_over: bool = False
+
+
+class Introduction(msgspec.Struct, frozen=True):
+    """What every rank of an engine tells all others when it starts. The engine's name and epoch are those of rank 0."""
+
+    engine_id: str
+    epoch: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of this engine: how many there are, which one we are, and the group that they exchange words in."""
+
+    num_ranks: int
+    rank: int
+    group: torch.distributed.ProcessGroup | None
+
+    def gather(self, word: bytes) -> list[bytes]:
+        """What every rank says, in their order. Among the processes of one engine: nothing comes from a peer."""
+        words = [word] * self.num_ranks
+        if self.num_ranks > 1:
+            torch.distributed.all_gather_object(words, word, group=self.group)
+        return words
+
+
+def reference_of(room: int, engine: RemoteEngine) -> Reference:
+    """What a room is called between agents. A room is a name that a client has chosen: what protects a cache from other
+    prompts is the name of its prompt (docs/sglang.md)."""
+    return Reference(engine.engine_id, engine.epoch, *_names(room))
+
+
+def _names(room: int) -> tuple[str, str]:
+    return f"room-{room}", f"sglang-room-{room}"
+
+
+def _timing(lease_s: float) -> Timing:
+    return Timing(
+        lease_s=lease_s, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS, early_claim_s=EARLY_CLAIM_S
+    )
+
+
+class Rank:
+    """Opens the agent, and keeps what it says. Everything but `hear` is called on the scheduler's thread."""
+
+    def __init__(
+        self, settings: Settings, layout: Layout, cache: Callable[[tuple[Layout, ...]], Cache], ranks: Ranks, port: int
+    ) -> None:
+        """`cache` makes what the agent needs of the layouts of all ranks; rank 0 listens on `port`, 0 for any.
+
+        Raises ConfigurationError or TransportError when the agent cannot be set up.
+        """
+        ours = Introduction(
+            f"sglang-{secrets.token_hex(4)}-{socket.gethostname()}"[:MAX_ENGINE_ID], new_epoch(), layout
+        )
+        words = ranks.gather(msgspec.msgpack.encode(ours))
+        everyone = [msgspec.msgpack.decode(word, type=Introduction) for word in words]
+        config = AgentConfig(
+            everyone[0].engine_id,
+            everyone[0].epoch,
+            ranks.rank,
+            settings.host,
+            port if ranks.rank == 0 else 0,
+            settings.transport,
+            _timing(settings.lease_s),
+            read_token(settings.token_file),
+            digest_policy_named(settings.digest),
+            direction_named(settings.transfer_direction),
+            may_turn(settings.transfer_direction),
+            settings.staging_bytes,
+            staging_named(settings.strategy, settings.staging_bytes),
+        )
+        self._leases: dict[str, Leased] = {}
+        self._fetches: dict[str, Fetching] = {}
+        self._numbers = count()
+        self.engines = PrefillEngines(lambda address: self.agent.locate(address))
+        self.agent: Agent = open_agent(config, cache(tuple(each.layout for each in everyone)), self.hear)
+        self.agent.start([word.decode() for word in ranks.gather(self.agent.address.encode())])
+        logger.info("kvferry moves caches of rank %d of %s at %s", ranks.rank, config.engine_id, self.agent.address)
+
+    # --- prefill ---
+
+    def promise(self, room: int, prompt: Prompt) -> Leased:
+        """Lease a prompt that is about to be computed. Raises RequestError for a room that is in use."""
+        request_id, lease_id = _names(room)
+        if request_id in self._leases:
+            raise RequestError("another request of this prefill engine has the same bootstrap_room", found=str(room))
+        leased = self._leases[request_id] = Leased()
+        wanted = LeaseRequest(request_id, lease_id, ((),), prompt.num_tokens, is_growing=True, prompt=prompt)
+        try:
+            self.agent.lease(wanted)
+        except RequestError:
+            del self._leases[request_id]
+            raise
+        return leased
+
+    def grow(self, room: int, pages: tuple[int, ...], num_tokens: int, first: FirstToken | None = None) -> None:
+        """So many tokens of a promised prompt are computed, in these pages."""
+        self.agent.grow(LeaseProgress(_names(room)[0], (pages,), num_tokens, first_token=first))
+
+    def withdraw(self, room: int) -> None:
+        """Nobody may read this prompt's pages from now on."""
+        self.agent.withdraw(_names(room)[0])
+
+    # --- decode ---
+
+    def hold(self, room: int, engine: RemoteEngine) -> None:
+        """Keep a prefill's lease alive until there are pages for it here."""
+        self.agent.hold(HoldRequest(reference_of(room, engine), engine.addresses))
+
+    def fetch(
+        self, room: int, engine: RemoteEngine, pages: tuple[int, ...], tokens: TokenRange, prompt: Prompt
+    ) -> Fetching:
+        """Bring these tokens of a prompt into their pages; `pages` begins with the page of token 0."""
+        reference = reference_of(room, engine)
+        fetching = Fetching(f"room-{room}-{next(self._numbers)}")
+        self._fetches[fetching.request_id] = fetching
+        self.agent.fetch(
+            FetchRequest(
+                fetching.request_id,
+                reference,
+                engine.addresses,
+                (pages,),
+                (tokens,),
+                prompt=prompt.name(reference.lease_id),
+            )
+        )
+        return fetching
+
+    def abort(self, fetching: Fetching) -> None:
+        """Nobody waits for this fetch any more; it is over when its pages are free."""
+        self.agent.abort(fetching.request_id)
+
+    # --- what the agent says, on its thread ---
+
+    def hear(self, notice: Notice) -> None:
+        """Keep what has become of a lease or a fetch."""
+        match notice:
+            case LeaseEnded(request_id, reason):
+                if leased := self._leases.pop(request_id, None):
+                    leased.ended = reason
+            case Fetched(request_id) | FetchFailed(request_id) | BlocksReleased(request_id):
+                self._progressed(self._fetches[request_id], notice)
+            case Located() | LocateFailed():
+                self.engines.heard(notice)
+            case AgentStopped():
+                self._stopped()
+
+    def _progressed(self, fetching: Fetching, notice: Fetched | FetchFailed | BlocksReleased) -> None:
+        if isinstance(notice, FetchFailed):
+            fetching.error = notice.error
+            return
+        if isinstance(notice, Fetched):
+            fetching.report = notice.report
+        del self._fetches[fetching.request_id]
+        fetching.is_over = True
+
+    def _stopped(self) -> None:
+        """Nothing moves any more. Pages that a source may still write to are never free again."""
+        gone = TransferError(Reason.ABORTED, "the transfer agent of this engine has stopped")
+        for leased in self._leases.values():
+            leased.ended = "stopped"
+        for fetching in self._fetches.values():
+            fetching.error = fetching.error or gone
+            fetching.is_over = fetching.request_id not in self.agent.written_ids

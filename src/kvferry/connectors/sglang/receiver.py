@@ -1,0 +1,165 @@
+"""The decode side of a request: a fetch into the pages that SGLang has reserved for its prompt.
+
+`poll` answers at once and never raises. It says Failed only when no ticket can write to the pages any more, for then
+SGLang frees them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
+
+from kvferry import Prompt, Reason, TokenRange
+from kvferry.connectors.sglang import handoff
+from kvferry.connectors.sglang.construction import request_being_made
+from kvferry.connectors.sglang.manager import FerryManager
+from kvferry.connectors.sglang.prefill_engines import Lookup
+from kvferry.connectors.sglang.prompt import prompt_of
+from kvferry.connectors.sglang.rank import Fetching
+from kvferry.errors import FerryError, TransferError
+
+# Another start of the engine listens where this decode has met an earlier one.
+RESTARTED = (Reason.WRONG_ENGINE, Reason.WRONG_EPOCH, Reason.PEER_LOST)
+
+
+@dataclass(frozen=True, slots=True)
+class _Destination:
+    """Where a prompt goes: its pages from token 0 on, which tokens of it, and the row for the first token."""
+
+    pages: tuple[int, ...]
+    tokens: TokenRange
+    row: int
+
+
+class FerryReceiver(BaseKVReceiver):
+    """One request of a decode engine, on one rank."""
+
+    require_staging = False
+
+    def __init__(self, mgr: FerryManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_infos: list[object] = []
+        self.conclude_state: int | None = None
+        self.abort_notified = False
+        self._place, self._room = bootstrap_addr, bootstrap_room or 0
+        self._lookup = Lookup()
+        self._is_held = self._is_met_again = False
+        self._destination: _Destination | None = None
+        self._fetching: Fetching | None = None
+        self._prompt = Prompt()
+        self._error: FerryError | None = None
+        try:
+            self._prompt = prompt_of(request_being_made())
+        except FerryError as error:
+            self._error = error
+        mgr.receivers[self._room] = self
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no ticket can write to the pages any more."""
+        return self._fetching is None or self._fetching.is_over
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Find out who the prefill engine is, and have it keep the cache until there are pages."""
+        self._lookup = self.kv_mgr.rank.engines.find(self._place)
+
+    def send_metadata(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        **_: object,
+    ) -> None:
+        """Pages are reserved for what follows the first `decode_prefix_len` tokens, which are here already."""
+        first = decode_prefix_len or 0
+        # Nothing is looked at where tokens are that do not move.
+        pages = (-1,) * (first // self.kv_mgr.kv_args.page_size) + tuple(int(page) for page in kv_indices)
+        self._destination = _Destination(pages, TokenRange(first, self._prompt.num_tokens), aux_index or 0)
+        self._fetch()
+
+    def poll(self) -> int:
+        """How far the request is."""
+        if self.conclude_state is None:
+            self.conclude_state = self._advance()
+        if self.conclude_state is not None:
+            return self.conclude_state
+        if self._destination is not None:
+            return KVPoll.Transferring
+        return KVPoll.Bootstrapping if self._lookup.engine is None else KVPoll.WaitingForInput
+
+    def failure_exception(self) -> None:
+        """Raises why the request has failed."""
+        raise self._error or TransferError(Reason.ABORTED, "another rank has failed to fetch this prompt's cache")
+
+    def abort(self) -> None:
+        """The client has gone."""
+        self._error = self._error or TransferError(Reason.ABORTED, "the request was aborted")
+        if self._fetching is not None and not self._fetching.is_over:
+            self.kv_mgr.rank.abort(self._fetching)
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """Another rank has failed: end our part, and have SGLang hold the pages until it is over."""
+        if not self.is_over:
+            self.abort()
+            self.abort_notified = True
+
+    def clear(self) -> None:
+        """SGLang forgets the request."""
+        if self.kv_mgr.receivers.get(self._room) is self:
+            del self.kv_mgr.receivers[self._room]
+
+    def _advance(self) -> int | None:
+        """Do what can be done by now; how the request has ended, if it has."""
+        self._error = self._error or self._lookup.error
+        if self._error is None and self._fetching is None:
+            self._fetch()
+        fetching = self._fetching
+        if self._error is None and fetching is not None and fetching.is_over:
+            if fetching.report is not None:
+                self._hand_over(fetching)
+            elif not self._meet_again(fetching):
+                self._error = fetching.error
+        if self._error is not None:
+            return KVPoll.Failed if self.is_over else None
+        return KVPoll.Success if fetching is not None and fetching.report is not None else None
+
+    def _fetch(self) -> None:
+        """Begin, once it is known from whom and into what. Until there are pages, the lease is kept alive."""
+        engine, rank = self._lookup.engine, self.kv_mgr.rank
+        if engine is None or self._error is not None:
+            return
+        try:
+            if self._destination is None and not self._is_held:
+                rank.hold(self._room, engine)
+                self._is_held = True
+            elif self._destination is not None:
+                pages, tokens = self._destination.pages, self._destination.tokens
+                self._fetching = rank.fetch(self._room, engine, pages, tokens, self._prompt)
+        except FerryError as error:
+            self._error = error
+
+    def _meet_again(self, fetching: Fetching) -> bool:
+        """Whether it is worth a second try, with whoever is at that address now."""
+        is_stale = isinstance(fetching.error, TransferError) and fetching.error.reason in RESTARTED
+        if self._is_met_again or not is_stale:
+            return False
+        engines = self.kv_mgr.rank.engines
+        if self._lookup.engine == engines.find(self._place).engine:
+            engines.forget(self._place)
+        self._lookup, self._fetching, self._is_met_again = engines.find(self._place), None, True
+        return True
+
+    def _hand_over(self, fetching: Fetching) -> None:
+        """Fill SGLang's row with the first token."""
+        first = fetching.report.first_token if fetching.report is not None else None
+        if first is None or self._destination is None:
+            what = "the prefill engine has not said which token follows the prompt"
+            hint = "SGLang computes nothing of a prompt on its decode side: prefill with an engine that says it"
+            self._error = TransferError(Reason.OUT_OF_RANGE, what, hint=hint)
+        else:
+            handoff.write(self.kv_mgr.metadata, self._destination.row, first, self._room)

@@ -1,0 +1,128 @@
+"""The prefill side of a request: a lease that grows while its prompt is computed.
+
+`poll` answers at once and never raises. SGLang frees the pages when it says Success or Failed, or when it has said
+Failed on another rank: `failure_exception` is called before that, and takes the lease back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric
+
+from kvferry import Reason
+from kvferry.connectors.sglang import handoff
+from kvferry.connectors.sglang.construction import request_being_made
+from kvferry.connectors.sglang.manager import FerryManager
+from kvferry.connectors.sglang.prompt import prompt_of
+from kvferry.connectors.sglang.rank import Leased
+from kvferry.errors import FerryError, TransferError
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """So many tokens lie in so many pages, once the device has done what it was given until then."""
+
+    is_computed: Callable[[], bool]
+    num_pages: int
+    num_tokens: int
+
+
+class FerrySender(BaseKVSender):
+    """One request of a prefill engine, on one rank."""
+
+    # SGLang sets an event here where a cached prefix may still be being written by an earlier step.
+    _early_send_wait_event: Any = None
+
+    def __init__(
+        self,
+        mgr: FerryManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        self.conclude_state: int | None = None
+        self._request, self._room = request_being_made(), bootstrap_room
+        self._lease = Leased()
+        self._pages: list[int] = []
+        self._num_tokens = self._num_sent = 0
+        self._sent: deque[_Sent] = deque()
+        self._row = 0
+        self._error: FerryError | None = None
+        try:
+            prompt = prompt_of(self._request)
+            self._num_tokens = prompt.num_tokens
+            self._lease = mgr.rank.promise(bootstrap_room, prompt)
+        except FerryError as error:
+            self._error = error
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """In which row of SGLang's buffers the first token will be."""
+        self._row = aux_index or 0
+
+    def send(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+    ) -> None:
+        """More tokens lie in these pages, once the device is done with what it was given."""
+        event, self._early_send_wait_event = self._early_send_wait_event, None
+        self._pages += [int(page) for page in kv_indices]
+        self._num_sent += num_kv_tokens or 0
+        is_computed = event.query if event is not None else self.kv_mgr.milestone()
+        self._sent.append(_Sent(is_computed, len(self._pages), self._num_sent))
+        self._tell()
+
+    def poll(self) -> int:
+        """How far the request is."""
+        self._tell()
+        if self._error is not None or self._lease.ended not in ("", "done"):
+            self.conclude_state = KVPoll.Failed
+        elif self._lease.ended:
+            self.conclude_state = KVPoll.Success
+        if self.conclude_state is not None:
+            return self.conclude_state
+        return KVPoll.Transferring if self._num_sent == self._num_tokens else KVPoll.WaitingForInput
+
+    def failure_exception(self) -> None:
+        """Raises why the request has failed."""
+        self._withdraw()
+        if self._error is not None:
+            raise self._error
+        reason = self._lease.ended or Reason.ABORTED
+        found = "" if self._lease.ended else "another rank has failed"
+        raise TransferError(reason, f"the cache of room {self._room} was not read: {reason}", found=found)
+
+    def abort(self) -> None:
+        """The client has gone."""
+        self._withdraw()
+
+    def clear(self) -> None:
+        """SGLang forgets the request."""
+        self._withdraw()
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        """A source does not see how long its readers take."""
+        return KVTransferMetric()
+
+    def _withdraw(self) -> None:
+        if self._error is None and not self._lease.ended:
+            self.kv_mgr.rank.withdraw(self._room)
+
+    def _tell(self) -> None:
+        """Tell the agent what is computed by now."""
+        if self._error is not None or self._lease.ended:
+            return
+        while self._sent and self._sent[0].is_computed():
+            sent = self._sent.popleft()
+            first = None
+            if sent.num_tokens == self._num_tokens:
+                first = handoff.read(self.kv_mgr.metadata, self._row, self._request)
+            self.kv_mgr.rank.grow(self._room, tuple(self._pages[: sent.num_pages]), sent.num_tokens, first)

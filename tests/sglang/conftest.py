@@ -1,0 +1,68 @@
+"""Tests on real SGLang processes. They need `make test-sglang`'s environment and are skipped in any other."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sglang_servers import STAND_INS, Pair, PairSpec
+
+FOLDER = Path(__file__).parent
+# Starting a pair belongs to the first test that needs it, and shared cores can be slow.
+TEST_S = 900
+
+# SGLang in this process, for its pools: on the CPU, with names in place of packages that only CUDA has.
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+sys.path.append(str(STAND_INS))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(FOLDER):
+            item.add_marker(pytest.mark.timeout(TEST_S))
+            if not sglang_is_installed():
+                item.add_marker(pytest.mark.skip(reason="sglang is not installed: see make test-sglang"))
+
+
+def sglang_is_installed() -> bool:
+    """This folder's own name makes a namespace package when its parent is on the path: that one has no origin."""
+    found = importlib.util.find_spec("sglang")
+    return found is not None and found.origin is not None
+
+
+class Running:
+    """The one pair that runs: a machine of two cores has room for no second."""
+
+    def __init__(self, logs: pytest.TempPathFactory) -> None:
+        self._logs = logs
+        self._pair: Pair | None = None
+
+    def pair(self, spec: PairSpec) -> Pair:
+        if self._pair is None or self._pair.spec != spec or not all(s.healthy() for s in self._pair.servers):
+            self.stop()
+            pair = Pair(spec, self._logs.mktemp(str(spec), numbered=True))
+            pair.start()
+            self._pair = pair
+        return self._pair
+
+    def stop(self) -> None:
+        if self._pair is not None:
+            self._pair.stop()
+            self._pair = None
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def pair(running: Running, spec: PairSpec) -> Pair:
+    """The two servers of the test's `spec`, both ready; the same ones for every test with an equal `spec`."""
+    return running.pair(spec)

@@ -1,0 +1,108 @@
+"""Real SGLang servers on the CPU: a prefill and a decode server of one model, whose caches kvferry moves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine_server import EngineServer, hold_ports
+from tiny_models import model_folder
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+LEASE_S = 15.0
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_HOST_IP": "127.0.0.1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(STAND_INS),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "KVFERRY_SGLANG_CONFIG": json.dumps({"lease_s": LEASE_S}),
+}
+# With overlap scheduling SGLang makes a CUDA event when a prefix is cached, which ends a prefill server on the CPU.
+FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"),
+    *("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "16"),
+    *("--disaggregation-transfer-backend", "kvferry", "--disaggregation-decode-retraction-backup", "cpu_tensor"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SideSpec:
+    """One side of a pair; `flags` come last on the command line."""
+
+    page_tokens: int = 16
+    tp: int = 1
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PairSpec:
+    """Two servers of one model: what a test asks for, and the key under which a running pair is reused."""
+
+    model: str
+    prefill: SideSpec = field(default_factory=SideSpec)
+    decode: SideSpec = field(default_factory=SideSpec)
+
+    def __str__(self) -> str:
+        sides = self.prefill, self.decode
+        tp, pages = ("to".join(str(getattr(side, name)) for side in sides) for name in ("tp", "page_tokens"))
+        return f"{self.model}-tp{tp}-page{pages}"
+
+
+class SGLangServer(EngineServer):
+    """One running server. `bootstrap_port` is where its rank 0 listens, if it prefills."""
+
+    def __init__(self, mode: str, model: str, spec: SideSpec, log: Path) -> None:
+        # A request to /health is a prompt, which takes a second.
+        super().__init__(mode, log, "/v1/models")
+        self.mode, self.model, self.spec = mode, model, spec
+        self.bootstrap_port = hold_ports(self.held)
+
+    def environment(self) -> dict[str, str]:
+        cores = "|".join(["0", "1"][: self.spec.tp])
+        return {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": cores}
+
+    def command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_folder(self.model))),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--tp", str(self.spec.tp)),
+            *("--page-size", str(self.spec.page_tokens), "--disaggregation-mode", self.mode),
+            *("--disaggregation-bootstrap-port", str(self.bootstrap_port)),
+            *FLAGS,
+            *self.spec.flags,
+        ]
+
+
+class Pair:
+    """A prefill and a decode server of one model, both ready."""
+
+    def __init__(self, spec: PairSpec, logs: Path) -> None:
+        self.spec = spec
+        self.prefill = SGLangServer("prefill", spec.model, spec.prefill, logs / "prefill.log")
+        self.decode = SGLangServer("decode", spec.model, spec.decode, logs / "decode.log")
+
+    @property
+    def servers(self) -> tuple[SGLangServer, SGLangServer]:
+        return self.prefill, self.decode
+
+    def start(self) -> None:
+        """Start both at once and wait for both; ends both when one does not come up."""
+        try:
+            for server in self.servers:
+                server.start()
+            for server in self.servers:
+                server.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.terminate()
+        for server in self.servers:
+            server.stop()

@@ -1,0 +1,287 @@
+"""A sender and a receiver as SGLang's scheduler calls them, on a rank that a test answers for.
+
+What agents do is tested with agents, and the whole with servers; this is about what SGLang is told, and when.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry import FetchReport, FirstToken, Reason, RemoteEngine, TokenRange
+from kvferry.errors import RequestError, TransferError
+
+ROOM, PLACE, PROMPT = 77, "127.0.0.1:8998", list(range(100, 140))
+ENGINE, RESTARTED = (RemoteEngine("p0", epoch, ("tcp://127.0.0.1:8998",)) for epoch in ("epoch-1", "epoch-2"))
+FIRST = FirstToken(17)
+
+
+@pytest.fixture(scope="module")
+def sglang():
+    """Our classes, which need SGLang's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        from kvferry.connectors.sglang import construction, rank, receiver, sender
+        from kvferry.connectors.sglang.prefill_engines import Lookup
+    return SimpleNamespace(
+        poll=KVPoll, construction=construction, rank=rank, receiver=receiver, sender=sender, lookup=Lookup
+    )
+
+
+class ScriptedRank:
+    """Notes what is asked of an agent; the test says what becomes of it."""
+
+    def __init__(self, sglang) -> None:
+        self._sglang = sglang
+        self.said: list[tuple] = []
+        self.leases: list = []
+        self.fetches: list = []
+        self.lookups = [sglang.lookup()]
+        self.engines = self
+
+    def find(self, place):
+        return self.lookups[-1]
+
+    def forget(self, place):
+        self.lookups.append(self._sglang.lookup())
+
+    def promise(self, room, prompt):
+        if self.leases:
+            raise RequestError("another request of this prefill engine has the same bootstrap_room")
+        self.leases.append(self._sglang.rank.Leased())
+        return self.leases[-1]
+
+    def grow(self, room, pages, num_tokens, first=None):
+        self.said.append((pages, num_tokens, first))
+
+    def withdraw(self, room):
+        self.said.append(("withdraw",))
+
+    def hold(self, room, engine):
+        self.said.append(("hold", engine))
+
+    def fetch(self, room, engine, pages, tokens, prompt):
+        self.said.append(("fetch", engine, pages, tokens))
+        self.fetches.append(self._sglang.rank.Fetching(f"q{len(self.fetches)}"))
+        return self.fetches[-1]
+
+    def abort(self, fetching):
+        self.said.append(("abort", fetching.request_id))
+
+
+@pytest.fixture
+def rank(sglang):
+    return ScriptedRank(sglang)
+
+
+@pytest.fixture
+def manager(sglang, rank):
+    import torch
+
+    rows = SimpleNamespace(
+        output_ids=torch.zeros(2, 16, dtype=torch.int32),
+        cached_tokens=torch.zeros(2, 16, dtype=torch.int32),
+        output_token_logprobs_idx=torch.zeros(2, 16, dtype=torch.int32),
+        output_token_logprobs_val=torch.zeros(2, 16),
+        output_top_logprobs_idx=torch.zeros(2, 16, dtype=torch.int32),
+        output_top_logprobs_val=torch.zeros(2, 16),
+        bootstrap_room=torch.zeros(2, 8, dtype=torch.int64),
+    )
+    rows.output_ids[1, 0] = FIRST.token_id
+    return SimpleNamespace(
+        rank=rank,
+        metadata=rows,
+        milestone=lambda: lambda: True,
+        kv_args=SimpleNamespace(page_size=16),
+        receivers={},
+    )
+
+
+def request(**changes):
+    plain = {"multimodal_inputs": None, "input_embeds": None, "return_sampling_mask": False, "extra_key": None}
+    more = {"cache_salt": None, "origin_input_ids": PROMPT, "return_logprob": False}
+    return SimpleNamespace(**plain | more | changes)
+
+
+@pytest.fixture
+def new_sender(sglang, manager):
+    def make(asked=None):
+        make_one = lambda queue, asked: sglang.sender.FerrySender(manager, PLACE, ROOM)  # noqa: E731
+        return sglang.construction.note_request(make_one, None, asked or request())
+
+    return make
+
+
+@pytest.fixture
+def new_receiver(sglang, manager):
+    def make(asked=None):
+        make_one = lambda queue, asked: sglang.receiver.FerryReceiver(manager, PLACE, ROOM)  # noqa: E731
+        return sglang.construction.note_request(make_one, None, asked or request())
+
+    return make
+
+
+class TestSender:
+    def test_a_prompt_is_offered_as_it_is_computed(self, sglang, new_sender, rank):
+        sender = new_sender()
+        assert sender.poll() == sglang.poll.WaitingForInput
+        sender.init(3, 1)
+        sender.send([4, 9], None, 32)
+        assert sender.poll() == sglang.poll.WaitingForInput
+        sender.send([2], [], 8)
+        assert rank.said == [((4, 9), 32, None), ((4, 9, 2), 40, FIRST)]
+        assert sender.poll() == sglang.poll.Transferring
+        rank.leases[0].ended = "done"
+        assert sender.poll() == sglang.poll.Success
+
+    def test_pages_are_offered_when_the_device_has_written_them(self, new_sender, manager, rank):
+        done = []
+        manager.milestone = lambda: lambda: bool(done)
+        sender = new_sender()
+        sender.init(3, 1)
+        sender.send([4, 9, 2], [], 40)
+        sender.poll()
+        assert rank.said == []
+        done.append(True)
+        sender.poll()
+        assert rank.said == [((4, 9, 2), 40, FIRST)]
+
+    def test_a_cached_prefix_waits_for_the_event_that_sglang_sets(self, new_sender, rank):
+        done = []
+        sender = new_sender()
+        sender.init(3, 1)
+        sender._early_send_wait_event = SimpleNamespace(query=lambda: bool(done))
+        sender.send([4], None, 16)
+        sender.send([9, 2], [], 24)
+        assert rank.said == []
+        done.append(True)
+        sender.poll()
+        assert [said[1] for said in rank.said] == [16, 40]
+
+    @pytest.mark.parametrize("reason", ["expired", "aborted", "withdrawn", "stopped"])
+    def test_a_lease_that_ends_otherwise_is_a_failure_that_says_how(self, sglang, new_sender, rank, reason):
+        sender = new_sender()
+        rank.leases[0].ended = reason
+        assert sender.poll() == sglang.poll.Failed
+        with pytest.raises(TransferError, match=f"was not read: {reason}"):
+            sender.failure_exception()
+
+    def test_where_another_rank_fails_the_lease_is_taken_back_before_pages_are_free(self, new_sender, rank):
+        sender = new_sender()
+        with pytest.raises(TransferError, match="aborted"):
+            sender.failure_exception()
+        assert rank.said == [("withdraw",)]
+
+    def test_a_client_that_leaves_takes_its_lease_along(self, new_sender, rank):
+        new_sender().abort()
+        assert rank.said == [("withdraw",)]
+
+    def test_a_room_that_is_in_use_fails_the_second_request(self, sglang, new_sender, rank):
+        first, second = new_sender(), new_sender()
+        assert (first.poll(), second.poll()) == (sglang.poll.WaitingForInput, sglang.poll.Failed)
+        with pytest.raises(RequestError, match="same bootstrap_room"):
+            second.failure_exception()
+        # The first one's lease is none of its business.
+        assert rank.said == []
+
+    @pytest.mark.parametrize(
+        "changes", [{"multimodal_inputs": object()}, {"input_embeds": [[0.5]]}, {"return_sampling_mask": True}]
+    )
+    def test_what_cannot_travel_fails_with_a_reason(self, sglang, new_sender, new_receiver, changes):
+        for made in (new_sender(request(**changes)), new_receiver(request(**changes))):
+            assert made.poll() == sglang.poll.Failed
+            with pytest.raises(TransferError) as raised:
+                made.failure_exception()
+            assert raised.value.reason == Reason.UNNAMED_PROMPT
+
+
+class TestReceiver:
+    def test_a_prompt_is_fetched_into_its_pages(self, sglang, new_receiver, manager, rank):
+        receiver = new_receiver()
+        receiver.init(0)
+        assert receiver.poll() == sglang.poll.Bootstrapping
+        rank.lookups[0].engine = ENGINE
+        assert [receiver.poll(), receiver.poll()] == [sglang.poll.WaitingForInput] * 2
+        assert rank.said == [("hold", ENGINE)]
+        receiver.send_metadata([5, 6, 7], 1, None, 0)
+        assert rank.said[1:] == [("fetch", ENGINE, (5, 6, 7), TokenRange(0, 40))]
+        assert receiver.poll() == sglang.poll.Transferring
+        rank.fetches[0].report = FetchReport(40, 1, 1, "shm", "", "direct", first_token=FIRST)
+        rank.fetches[0].is_over = True
+        assert receiver.poll() == sglang.poll.Success
+        assert (int(manager.metadata.output_ids[1, 0]), int(manager.metadata.bootstrap_room[1, 0])) == (17, ROOM)
+
+    def test_a_prefix_that_is_here_does_not_move(self, new_receiver, rank):
+        receiver = new_receiver()
+        rank.lookups[0].engine = ENGINE
+        receiver.init(0)
+        receiver.send_metadata([6, 7], 1, None, decode_prefix_len=16)
+        assert rank.said[-1] == ("fetch", ENGINE, (-1, 6, 7), TokenRange(16, 40))
+
+    def test_failed_is_said_only_when_nothing_can_write_to_the_pages(self, sglang, new_receiver, rank):
+        receiver = started(new_receiver, rank)
+        rank.fetches[0].error = TransferError(Reason.DIGEST, "the received bytes differ")
+        assert receiver.poll() == sglang.poll.Transferring
+        rank.fetches[0].is_over = True
+        assert receiver.poll() == sglang.poll.Failed
+        with pytest.raises(TransferError, match="bytes differ"):
+            receiver.failure_exception()
+
+    def test_where_another_rank_fails_sglang_holds_the_pages_until_this_one_is_over(self, new_receiver, rank):
+        receiver = started(new_receiver, rank)
+        receiver.ensure_abort_notified(force_arm=True)
+        assert (receiver.abort_notified, receiver.is_over, rank.said[-1]) == (True, False, ("abort", "q0"))
+        rank.fetches[0].is_over = True
+        assert receiver.is_over
+
+    def test_a_rank_that_is_over_holds_nothing(self, new_receiver, rank):
+        receiver = started(new_receiver, rank)
+        rank.fetches[0].is_over = True
+        receiver.ensure_abort_notified(force_arm=True)
+        assert not receiver.abort_notified
+
+    def test_a_client_that_leaves_ends_its_fetch(self, sglang, new_receiver, rank):
+        receiver = started(new_receiver, rank)
+        receiver.abort()
+        assert (rank.said[-1], receiver.poll()) == (("abort", "q0"), sglang.poll.Transferring)
+        rank.fetches[0].is_over = True
+        assert receiver.poll() == sglang.poll.Failed
+
+    @pytest.mark.parametrize("reason", [Reason.WRONG_EPOCH, Reason.WRONG_ENGINE, Reason.PEER_LOST])
+    def test_an_engine_that_was_started_again_is_met_again_once(self, sglang, new_receiver, rank, reason):
+        receiver = started(new_receiver, rank)
+        rank.fetches[0].error, rank.fetches[0].is_over = TransferError(reason, "restarted"), True
+        assert receiver.poll() == sglang.poll.Transferring
+        rank.lookups[-1].engine = RESTARTED
+        receiver.poll()
+        assert rank.said[-1] == ("fetch", RESTARTED, (5, 6, 7), TokenRange(0, 40))
+        rank.fetches[1].error, rank.fetches[1].is_over = TransferError(reason, "again"), True
+        assert receiver.poll() == sglang.poll.Failed
+
+    def test_nobody_at_the_address_is_a_failure(self, sglang, new_receiver, rank):
+        receiver = new_receiver()
+        receiver.init(0)
+        rank.lookups[0].error = TransferError(Reason.DEADLINE, "nobody has said who it is")
+        assert receiver.poll() == sglang.poll.Failed
+        with pytest.raises(TransferError, match="nobody has said"):
+            receiver.failure_exception()
+
+    def test_a_source_that_has_not_said_the_first_token_is_no_use(self, sglang, new_receiver, rank):
+        receiver = started(new_receiver, rank)
+        rank.fetches[0].report, rank.fetches[0].is_over = FetchReport(40, 1, 1, "shm", "", "direct"), True
+        assert receiver.poll() == sglang.poll.Failed
+        with pytest.raises(TransferError, match="which token follows the prompt"):
+            receiver.failure_exception()
+
+
+def started(new_receiver, rank):
+    """A receiver whose fetch is under way."""
+    receiver = new_receiver()
+    rank.lookups[0].engine = ENGINE
+    receiver.init(0)
+    receiver.send_metadata([5, 6, 7], 1, None, 0)
+    return receiver
