@@ -60,7 +60,7 @@ class Rank:
         layouts: tuple[Layout, ...] = tuple(describe(MODEL, shape, first_address=shared.memory.address))
         notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         staging = StagingPolicy((Strategy.DIRECT,), 4 << 20)
-        config = AgentConfig(name, transport="shm", direction=direction, may_turn=False, staging=staging)
+        config = AgentConfig(name, transport="shm", direction=direction, may_switch_direction=False, staging=staging)
         opened = open_transports(config.transport, config.host)
         agent = Agent(config, Cache(layouts, (shared.memory,)), notices.put, opened.transports, opened.unavailable)
         agent.start()

@@ -116,7 +116,7 @@ class Target:
             transport=self.rig.transport,
             timing=TIMING,
             digest=ours.digest,
-            may_turn=ours.may_share,
+            may_switch_direction=ours.may_share,
             staging=staging_named(ours.strategy),
         )
         arena = host_arena if ours.is_near else Unattached

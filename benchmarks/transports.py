@@ -40,7 +40,7 @@ class Bench:
     """A transport connected to a peer, and the memory of both: `total_bytes` are moved, twice that is registered."""
 
     transport: Transport
-    far_address: int
+    peer_address: int
     near_address: int
     near: View
     pattern: View
@@ -56,7 +56,7 @@ class Bench:
     def run(self, row_bytes: int, direction: Direction) -> float:
         """Seconds from the post to the completion."""
         far, near, length = self.rows(row_bytes)
-        there, here = far + np.uint64(self.far_address), near + np.uint64(self.near_address)
+        there, here = far + np.uint64(self.peer_address), near + np.uint64(self.near_address)
         source, target = (there, here) if direction is Direction.READ else (here, there)
         begin = time.perf_counter()
         self.transport.post("peer", Copies(source, target, length, len(length)), direction)

@@ -145,7 +145,7 @@ class Served:
         self._blocks = np.frombuffer(buffer, np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
         cache = Cache(describe(MODEL, SHAPE, memory.address), (memory,))
         # Always read: what a busy machine makes of a self-test must not decide what is tested.
-        config = AgentConfig(engine_id, transport=transport, timing=Timing(lease_s=lease_s), may_turn=False)
+        config = AgentConfig(engine_id, transport=transport, timing=Timing(lease_s=lease_s), may_switch_direction=False)
         self._agent = open_agent(config, cache, self._on_notice)
         self._lock = threading.Lock()
         self._free = deque(range(NUM_BLOCKS))

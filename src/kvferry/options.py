@@ -5,7 +5,7 @@ Each of these functions raises ConfigurationError for a name that means nothing,
 
 from kvferry.agent.config import STAGING_BYTES, staging_named
 from kvferry.plan.digests.subject import digest_policy_named
-from kvferry.plan.programs.copies import direction_named, may_turn
+from kvferry.plan.programs.copies import direction_named, may_switch_direction
 from kvferry.staging.device.table import StagingMemory, staging_memory_named
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "StagingMemory",
     "digest_policy_named",
     "direction_named",
-    "may_turn",
+    "may_switch_direction",
     "staging_memory_named",
     "staging_named",
 ]

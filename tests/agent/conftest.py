@@ -24,7 +24,7 @@ TIMING = Timing(lease_s=60.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=25.0, t
 DEADLINE_S = 30.0
 # What a busy machine makes of a self-test must not decide who moves the bytes in a test. Every page of staging memory
 # is taken at the start, which is most of what these tests would wait for.
-FIXED = {"may_turn": False, "staging_bytes": 4 * SLOT_BYTES}
+FIXED = {"may_switch_direction": False, "staging_bytes": 4 * SLOT_BYTES}
 
 
 @dataclass

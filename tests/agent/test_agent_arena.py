@@ -110,7 +110,12 @@ def make_rank(monkeypatch):
         engine_cache = Cache((layout,), (cache.memory,), device_mover, arena)
         policy = StagingPolicy((strategy,), 5 * MODEL.bytes_per_token)
         config = AgentConfig(
-            name, transport=transport, timing=TIMING, may_turn=False, staging=policy, staging_bytes=STAGING_BYTES
+            name,
+            transport=transport,
+            timing=TIMING,
+            may_switch_direction=False,
+            staging=policy,
+            staging_bytes=STAGING_BYTES,
         )
         agent = Agent(
             config, engine_cache, notices.put, [reached(each) for each in opened.transports], opened.unavailable

@@ -36,7 +36,7 @@ def test_both_sides_move_a_part_where_both_copy(make_rank, transport):
     if transport == "nixl":
         pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     source = make_rank("p0", SOURCE, transport)
-    target = make_rank("d0", TARGET, transport, may_turn=True, digest=DigestPolicy.FULL, staging=NO_STAGING)
+    target = make_rank("d0", TARGET, transport, may_switch_direction=True, digest=DigestPolicy.FULL, staging=NO_STAGING)
     num_bytes = NUM_TOKENS * BYTES_PER_TOKEN
     for number in (1, 2):
         reference = leased(source, f"r{number}")
@@ -56,7 +56,7 @@ def test_ranks_of_another_parallelism_share_what_each_target_rank_needs(make_eng
     targets = make_engine(
         "d0",
         EngineShape(narrow, 1, 6, 9, "block-head-major"),
-        may_turn=True,
+        may_switch_direction=True,
         staging=NO_STAGING,
         digest=DigestPolicy.FULL,
     )
@@ -73,7 +73,7 @@ def test_ranks_of_another_parallelism_share_what_each_target_rank_needs(make_eng
 
 
 def test_what_is_to_be_pulled_is_pulled(make_rank):
-    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, may_turn=False, staging=NO_STAGING)
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, may_switch_direction=False, staging=NO_STAGING)
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
     target.next_notice(Fetched)
     assert moved([source], [target]) == (0, NUM_TOKENS * BYTES_PER_TOKEN)
@@ -83,7 +83,7 @@ def test_blocks_wait_for_the_part_that_is_written(make_rank, tmp_path):
     """Ours has long been read when the request is aborted."""
     gate = Gate(tmp_path / "gate")
     source = make_rank("p0", SOURCE, timing=SOON, wrap=gate.behind)
-    target = make_rank("d0", TARGET, timing=SOON, may_turn=True, staging=NO_STAGING)
+    target = make_rank("d0", TARGET, timing=SOON, may_switch_direction=True, staging=NO_STAGING)
     target.agent.fetch(target.wanted(source, leased(source, "r0"), TARGET_TABLES, NUM_TOKENS, "q0"))
     target.next_notice(Fetched)
     source.next_notice(LeaseEnded)

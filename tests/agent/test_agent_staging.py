@@ -73,7 +73,7 @@ def test_where_processors_copy_the_source_gathers_into_the_targets_slots(
     target.next_notice(Fetched)
     check(target)
     (met,) = target.agent._event_loop.target._peers
-    assert met.costs.gathers_far == (passes == 2)
+    assert met.costs.gathers_into_peer == (passes == 2)
     sent = source.agent._event_loop.transports.moved_bytes[Direction.WRITE]
     assert (sent > 0) == (passes == 3)
     assert source.agent.moved_bytes[Direction.WRITE] == NUM_TOKENS * BYTES_PER_TOKEN

@@ -1,4 +1,4 @@
-"""Two real agents over a transport whose reads crawl: with `may_turn` the source writes."""
+"""Two real agents over a transport whose reads crawl: with `may_switch_direction` the source writes."""
 
 import time
 
@@ -39,11 +39,18 @@ class Crawling(FaultyTransport):
         return [completion for completion in ended if completion not in self.late]
 
 
-@pytest.mark.parametrize("may_turn", [False, True])
-def test_a_source_writes_where_reading_crawls(make_rank, may_turn):
+@pytest.mark.parametrize("may_switch_direction", [False, True])
+def test_a_source_writes_where_reading_crawls(make_rank, may_switch_direction):
     source, target = (
         make_rank("p0", SHAPE),
-        make_rank("d0", SHAPE, wrap=Crawling, may_turn=may_turn, digest=DigestPolicy.FULL, staging=NO_STAGING),
+        make_rank(
+            "d0",
+            SHAPE,
+            wrap=Crawling,
+            may_switch_direction=may_switch_direction,
+            digest=DigestPolicy.FULL,
+            staging=NO_STAGING,
+        ),
     )
     oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
     reference = source.agent.lease(LeaseRequest("r1", new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
@@ -55,9 +62,9 @@ def test_a_source_writes_where_reading_crawls(make_rank, may_turn):
     (met,) = target.agent.peers
     (finding,) = met.findings
     assert "reading over shm is" in finding.what
-    # Said loudly in any case: something is wrong with these reads, though with `may_turn` nothing suffers from it.
+    # Said loudly in any case: something is wrong with these reads, though nothing suffers from it here.
     assert target.agent.counts["transport_warnings", "shm"] == 1
     written, read = source.agent.moved_bytes[Direction.WRITE], target.agent.moved_bytes[Direction.READ]
-    assert (written, read) == ((report.num_bytes, 0) if may_turn else (0, report.num_bytes))
+    assert (written, read) == ((report.num_bytes, 0) if may_switch_direction else (0, report.num_bytes))
     # Who writes has met whom it writes to.
-    assert len(source.agent.peers) == int(may_turn)
+    assert len(source.agent.peers) == int(may_switch_direction)

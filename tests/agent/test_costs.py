@@ -72,7 +72,7 @@ def test_where_both_copy_both_can_at_once(carriers, times, monkeypatch):
     writing = Rates(found.gigabytes_per_s * times, found.row_gigabytes_per_s * times, 1e-5)
     costs = costs_of(replace(found, writing=writing), Place.SAME_HOST)
     assert costs.sharing_s > 0
-    assert costs.gathers_far
+    assert costs.gathers_into_peer
     shares = [
         next(price.shared for price in prices(Counts(num_bytes, num_bytes >> 14, num_bytes >> 14), costs))
         for num_bytes in (1 << 20, 64 << 20)
@@ -96,7 +96,7 @@ def test_where_both_copy_both_can_at_once(carriers, times, monkeypatch):
 )
 def test_where_one_side_moves_all(carriers, place, writing):
     costs = costs_of(replace(measured(2.5, 2e-6, carriers), writing=writing), place)
-    assert (costs.sharing_s, costs.gathers_far) == (0.0, False)
+    assert (costs.sharing_s, costs.gathers_into_peer) == (0.0, False)
 
 
 WRITES = {"fast": Rates(20.0, 10.0, 1e-5), "slow": Rates(0.1, 0.05, 1e-3)}

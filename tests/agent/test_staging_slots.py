@@ -71,7 +71,7 @@ def test_a_slot_of_the_target_that_can_be_reached_is_as_good_as_an_own_one():
     key = SlotKey(ClaimKey("l1", party, "q1"), 0, 0)
     staging.acquire(Acquire(key, 4096, theirs.memory.address + 8192))
     (acquired,) = staging.poll()
-    assert acquired == Acquired(key, acquired.address, is_far=True)
+    assert acquired == Acquired(key, acquired.address, is_peer_slot=True)
     assert staging.num_slots == 1
     far.detach(party)
     ctypes.memset(acquired.address, 7, 4096)
@@ -137,7 +137,7 @@ def test_slots_of_targets_take_turns_like_our_own():
     assert staging.poll() == []
     staging.release(greedy[1])
     (acquired,) = staging.poll()
-    assert acquired == Acquired(large, acquired.address, is_far=True)
+    assert acquired == Acquired(large, acquired.address, is_peer_slot=True)
     ctypes.memset(acquired.address, 7, 1 << 19)
     staging.release(large)
     for memory in owners.values():

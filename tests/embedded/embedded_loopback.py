@@ -112,7 +112,7 @@ class Loopback:
             self.quarantined.append(request_id)
         self._fencing = asyncio.create_task(self._end_quarantine())
 
-    def forgo(self, request_id: str, params: object) -> None:
+    def decline(self, request_id: str, params: object) -> None:
         self.forgone.append(request_id)
 
     def withdraw(self, params: object) -> bool:

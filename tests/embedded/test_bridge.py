@@ -245,12 +245,12 @@ def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplog):
     async def scenario(source, target):
         for request_id in ("r1", "r2"):  # a peer that is not known yet, and one that is
             params = await source.transfer.offer(request_id, ((1, 3),), prompt(7))
-            target.transfer.forgo(f"never-{request_id}", params)
+            target.transfer.decline(f"never-{request_id}", params)
             assert await source.freed() == request_id
             params = await source.transfer.offer("r3" + request_id, ((1, 3),), prompt(7))
             await target.transfer.fetch("q" + request_id, params, ((0, 5),), prompt(6))
             assert await source.freed() == "r3" + request_id
-        target.transfer.forgo("never", {"nonsense": 1})
+        target.transfer.decline("never", {"nonsense": 1})
         ended = source.transfer.leases_ended
         # With a peer that is known, nothing may be fetched faster than it is aborted.
         assert ended["aborted"] + ended["done"] == ended.total() == 4

@@ -59,7 +59,7 @@ class Engine(UnderWay):
         policy = (DigestPolicy.OFF, DigestPolicy.SAMPLED, DigestPolicy.FULL)[seed % 3]
         staging = StagingPolicy(allowed, SLOT_BYTES)
         ours = TargetIdentity(
-            US, "0.1.0", TARGETS, policy, direction=direction, may_turn=seed % 5 == 0, staging=staging
+            US, "0.1.0", TARGETS, policy, direction=direction, may_switch_direction=seed % 5 == 0, staging=staging
         )
         super().__init__(seed, TargetSession(ours, TIMING))
         self.fetches: dict[str, Fetch] = {}

@@ -310,7 +310,7 @@ def test_nothing_is_on_the_wire_that_is_gathered_where_it_is_scattered_from():
     """On two cores the two stages take turns at what is left; the other ways cost as before."""
     counts, costs = rows_of(768), replace(TYPICAL_HOST, num_at_once=1.5)
     near = {price.strategy: price for price in prices(counts, costs)}
-    far = {price.strategy: price for price in prices(counts, replace(costs, gathers_far=True))}
+    far = {price.strategy: price for price in prices(counts, replace(costs, gathers_into_peer=True))}
     assert all(far[each] == near[each] for each in (Strategy.DIRECT, Strategy.SCATTER))
     num_slots = -(-counts.num_bytes // costs.slot_bytes)
     rows_s = counts.num_rows * costs.copy_row_s + num_slots * costs.launch_s

@@ -9,7 +9,7 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
-from kvferry.http.disaggregation import DECISIVE, needs_prompt_logits, undividable_reason
+from kvferry.http.disaggregation import DECISIVE, decode_only_reason, needs_prompt_logits
 from kvferry.http.prefill_fields import FIELDS, OF_ENDPOINT, Api, Endpoint, InPrefill, dropped, fields_of
 from kvferry.router.request.client_request import REMOTE_DECODE, parse_request, prefill_body
 
@@ -134,7 +134,7 @@ def test_every_label_of_the_table_can_be_reached(endpoint):
     asking = {"n": 2, "best_of": 2, "prompt": ["a", "b"], "prompt_embeds": ["a", "b"], "truncate_prompt_tokens": -1}
     for name, label in DECISIVE[endpoint].items():
         asked = {name: asking.get(name, True)} | ({"echo": True, "logprobs": 1} if name in ("echo", "logprobs") else {})
-        assert undividable_reason(endpoint, asked) == label
+        assert decode_only_reason(endpoint, asked) == label
 
 
 @pytest.mark.parametrize(("prompt_logprobs", "needs"), [(None, False), (0, True), (5, True), (-1, True)])

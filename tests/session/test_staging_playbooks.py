@@ -454,8 +454,8 @@ def test_who_waits_behind_a_write_that_hangs_is_not_told_to_have_patience(sessio
     play(session, [(23, said(asked(1)), [Reply("x", m.Renewed(()))])])
 
 
-@pytest.mark.parametrize("is_far", [False, True])
-def test_that_gathers_into_other_targets_slots_get_on_is_no_reason_for_patience(session, is_far):
+@pytest.mark.parametrize("is_peer_slot", [False, True])
+def test_that_gathers_into_other_targets_slots_get_on_is_no_reason_for_patience(session, is_peer_slot):
     """They take none of our slots. That others of ours get on is one."""
     play(session, [*WRITING, (3, said(asked(1)), [Acquire])])
     other, lease = m.Party("d9", "epoch-9", 0), m.Reference("p0", "epoch-1", "r2", "l2")
@@ -463,9 +463,9 @@ def test_that_gathers_into_other_targets_slots_get_on_is_no_reason_for_patience(
     play(session, [(3, replace(LEASE, request_id="r2", lease_id="l2"), [])])
     play(session, [(3, said(structs.replace(TARGET_OFFER, party=other), "y"), [Connect])])
     play(session, [(3, PeerConnected(other, "shm", "shm"), [Reply]), (3, said(claim, "y"), [Reply])])
-    slot, status = SlotKey(ClaimKey("l2", other, "q9"), 0, 0), m.Renewed(()) if is_far else m.Queued("q1")
+    slot, status = SlotKey(ClaimKey("l2", other, "q9"), 0, 0), m.Renewed(()) if is_peer_slot else m.Queued("q1")
     play(session, [(10, said(m.Pack(other, "q9", "l2", 0, 0, ARENA), "y"), [Acquire])])
-    session.handle(Acquired(slot, OWN, is_far=is_far), 11)
+    session.handle(Acquired(slot, OWN, is_peer_slot=is_peer_slot), 11)
     session.handle(Staged(slot, ""), 12)
     play(session, [(25, said(asked(1)), [Reply("x", status)])])
 
@@ -561,7 +561,7 @@ def test_the_blocks_of_a_lease_that_ends_wait_for_its_slots(session, steps):
 
 NEAR = 1 << 36
 """Where the source has the target's slot mapped."""
-FILLING = [*CLAIMED, (1, said(asked(0)), [OWN_ACQUIRE]), (1, Acquired(own(0), NEAR, is_far=True), [Stage])]
+FILLING = [*CLAIMED, (1, said(asked(0)), [OWN_ACQUIRE]), (1, Acquired(own(0), NEAR, is_peer_slot=True), [Stage])]
 
 
 def test_what_is_gathered_into_the_targets_slot_is_there(session):
@@ -574,7 +574,10 @@ def test_what_is_gathered_into_the_targets_slot_is_there(session):
 def test_when_the_last_slot_is_gathered_in_place_all_of_it_is_valid(session):
     play(session, [*FILLING, (2, Staged(own(0), ""), [Release, Reply])])
     for stretch in (1, 2, 3):
-        play(session, [(3, said(asked(stretch)), [Acquire]), (3, Acquired(own(stretch), NEAR, is_far=True), [Stage])])
+        play(
+            session,
+            [(3, said(asked(stretch)), [Acquire]), (3, Acquired(own(stretch), NEAR, is_peer_slot=True), [Stage])],
+        )
         if stretch < 3:
             play(session, [(4, Staged(own(stretch), ""), [Release, Reply])])
     last = Reply("x", m.Packed("q1", 3, 0))
@@ -975,10 +978,10 @@ def test_where_nobody_can_attach_staging_memory_pack_has_a_wire(descriptor, is_n
 
     dearer = (replace(TYPICAL_HOST, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 2000).tolist())
     cheap = (each for each in dearer if not is_packed(each))
-    costs = next(each for each in cheap if is_packed(replace(each, gathers_far=True)))
+    costs = next(each for each in cheap if is_packed(replace(each, gathers_into_peer=True)))
     ours = TargetIdentity(US, "0.1.0", TARGET_LAYOUTS, staging_descriptor=descriptor, staging=policy)
     session = TargetSession(ours, TIMING)
-    connected = PeerConnected(PEER, "shm", "", replace(costs, gathers_far=is_near))
+    connected = PeerConnected(PEER, "shm", "", replace(costs, gathers_into_peer=is_near))
     (asked,) = play(session, [*met(), (0.3, connected, [Send])])
     assert isinstance(asked.message, expected)
     if isinstance(asked.message, m.TargetOffer):

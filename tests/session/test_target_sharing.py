@@ -70,9 +70,14 @@ REFUSED = answer(m.Refusal(m.Reason.TRANSPORT, "the write failed", "peer reset",
 FAILED = [Count, FetchFailed, ABORT]
 
 
-def target(*, costs=COSTS, wanted=WANTED, may_turn=True, staging=NO_STAGING):
+def target(*, costs=COSTS, wanted=WANTED, may_switch_direction=True, staging=NO_STAGING):
     """One that has met its source, up to what it says then."""
-    moving = {"transports": TRANSPORTS, "probe": PROBE, "staging": staging, "may_turn": may_turn}
+    moving = {
+        "transports": TRANSPORTS,
+        "probe": PROBE,
+        "staging": staging,
+        "may_switch_direction": may_switch_direction,
+    }
     ours = TargetIdentity(US, "0.1.0", LAYOUTS, **moving)
     session = TargetSession(ours, TIMING)
     play(session, [(0.0, wanted, [Send]), (0.1, answer(WELCOME), [Send]), (0.2, answer(OFFER), [Connect])])
@@ -147,7 +152,7 @@ def test_what_is_read_alone_is_not_priced_as_if_it_were_shared():
     costs = next(each for each in dearer if policy.before_read(copies, each, starts) is Strategy.SCATTER)
     both = replace(costs, sharing_s=1e-12)
     assert policy.before_read(copies, both, starts) is Strategy.DIRECT
-    session, said = target(costs=both, may_turn=False, staging=policy)
+    session, said = target(costs=both, may_switch_direction=False, staging=policy)
     assert said == [PLAIN_CLAIM]
     play(session, [(0.4, answer(m.Grant("q1", tables)), [Acquire])])
 
@@ -155,7 +160,7 @@ def test_what_is_read_alone_is_not_priced_as_if_it_were_shared():
 def test_our_part_goes_straight_however_few_runs_it_has_at_the_source():
     """Blocks that are neighbours there would be worth a scatter, if we read all."""
     policy = StagingPolicy((Strategy.DIRECT, Strategy.SCATTER), 1 << 20)
-    alone, _ = target(staging=policy, may_turn=False)
+    alone, _ = target(staging=policy, may_switch_direction=False)
     grant = answer(m.Grant("q1", ((3, 4, 5),)))
     play(alone, [(0.4, grant, [Acquire])])
     session, said = target(staging=policy)
@@ -249,7 +254,7 @@ def test_a_source_that_is_lost_may_still_write():
 @pytest.mark.parametrize(
     "alone",
     [
-        {"may_turn": False},
+        {"may_switch_direction": False},
         {"costs": replace(COSTS, sharing_s=0.0)},
         {"costs": replace(COSTS, row_s=1e-9)},
         {"costs": replace(COSTS, num_at_once=1.0)},

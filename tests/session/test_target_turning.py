@@ -30,7 +30,7 @@ def claimed(steps, target) -> Direction:
 
 @pytest.fixture
 def turning() -> TargetSession:
-    return session(may_turn=True)
+    return session(may_switch_direction=True)
 
 
 def test_where_reading_is_far_slower_the_source_writes(turning):

@@ -83,7 +83,7 @@ class DeviceRank:
         opened = open_transports("tcp")
         policy = StagingPolicy((Strategy.PACK,), 5 * MODEL.bytes_per_token)
         config = AgentConfig(
-            name, transport="tcp", timing=TIMING, may_turn=False, staging=policy, staging_bytes=1 << 20
+            name, transport="tcp", timing=TIMING, may_switch_direction=False, staging=policy, staging_bytes=1 << 20
         )
         cache = Cache((layout,), (), mover)
         self.agent = Agent(config, cache, self.notices.put, opened.transports, opened.unavailable)

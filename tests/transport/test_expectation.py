@@ -66,7 +66,7 @@ def test_what_is_as_it_should_be_is_not(found: Measurement, place: Place, contex
 
 
 @pytest.mark.parametrize(
-    ("slow", "fast", "may_turn", "hint"),
+    ("slow", "fast", "may_switch_direction", "hint"),
     [
         (READ, WRITE, False, "--transfer-direction push, or auto"),
         (READ, WRITE, True, "asked to write instead"),
@@ -75,12 +75,12 @@ def test_what_is_as_it_should_be_is_not(found: Measurement, place: Place, contex
     ],
 )
 def test_a_direction_that_is_far_slower_is_told_where_it_is_used(
-    slow: Direction, fast: Direction, may_turn: bool, hint: str
+    slow: Direction, fast: Direction, may_switch_direction: bool, hint: str
 ) -> None:
     rates = {slow: Rates(0.5, 0.4, 1e-4), fast: Rates(49.0, 40.0, 1e-5)}
     reading = rates[READ]
     found = Measurement("shm", reading.gigabytes_per_s, reading.row_gigabytes_per_s, 1e-4, "", rates[WRITE], ("shm",))
-    (finding,) = diagnose(found, slow, Place.SAME_HOST, replace(HERE, may_turn=may_turn))
+    (finding,) = diagnose(found, slow, Place.SAME_HOST, replace(HERE, may_switch_direction=may_switch_direction))
     assert "99 times slower" in finding.what
     assert finding.severity == "warning"
     assert hint in finding.hint

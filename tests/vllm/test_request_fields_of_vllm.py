@@ -14,7 +14,7 @@ with warnings.catch_warnings():
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from kvferry.http.disaggregation import needs_prompt_logits, undividable_reason
+from kvferry.http.disaggregation import decode_only_reason, needs_prompt_logits
 from kvferry.http.prefill_fields import FIELDS, Api, Endpoint
 
 CLASSES = {Api.VLLM_COMPLETIONS: CompletionRequest, Api.VLLM_CHAT: ChatCompletionRequest}
@@ -46,5 +46,5 @@ def test_every_field_has_a_row_and_every_row_a_field(api):
 def test_the_fields_and_vllms_own_parameter_agree_on_who_needs_logits_of_the_prompt(endpoint, asked):
     of_vllm, prompt = PROMPTS[endpoint]
     parameters = of_vllm(**prompt, **asked).to_sampling_params(5, {})
-    reason = undividable_reason(endpoint, prompt | asked)
+    reason = decode_only_reason(endpoint, prompt | asked)
     assert (reason == "prompt_logprobs") == needs_prompt_logits(parameters.prompt_logprobs)

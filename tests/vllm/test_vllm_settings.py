@@ -81,7 +81,7 @@ def test_what_is_said_counts():
 
 
 @pytest.mark.parametrize(
-    ("extra", "direction", "may_turn"),
+    ("extra", "direction", "may_switch_direction"),
     [
         ({}, Direction.READ, True),
         ({"transfer_direction": "auto"}, Direction.READ, True),
@@ -89,9 +89,9 @@ def test_what_is_said_counts():
         ({"transfer_direction": "push"}, Direction.WRITE, False),
     ],
 )
-def test_who_moves_a_cache(extra, direction, may_turn):
+def test_who_moves_a_cache(extra, direction, may_switch_direction):
     found = settings(extra).agent
-    assert (found.direction, found.may_turn) == (direction, may_turn)
+    assert (found.direction, found.may_switch_direction) == (direction, may_switch_direction)
 
 
 def test_where_staging_memory_lies():

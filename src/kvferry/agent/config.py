@@ -73,9 +73,9 @@ class AgentConfig:
     `port` 0 lets the system choose; `transport` is `auto` or a transport's name. Without a `token` there is nothing but
     this host to listen on and to connect to. `digest` says how much of what has arrived is compared with the source's
     own bytes before a request may be decoded, `direction` whether this rank reads them or has the source write them;
-    with `may_turn` a rank that reads has sources write as well: all, where reading turns out to be far slower, or a
-    share, where both sides can copy at once. Bytes may go through `staging_bytes` of memory, half of it for each way,
-    where `staging` says that this is cheaper.
+    with `may_switch_direction` a rank that reads has sources write as well: all, where reading turns out to be far
+    slower, or a share, where both sides can copy at once. Bytes may go through `staging_bytes` of memory, half of it
+    for each way, where `staging` says that this is cheaper.
     """
 
     engine_id: str
@@ -88,7 +88,7 @@ class AgentConfig:
     token: SharedToken = NO_TOKEN
     digest: DigestPolicy = DigestPolicy.SAMPLED
     direction: Direction = Direction.READ
-    may_turn: bool = True
+    may_switch_direction: bool = True
     staging_bytes: int = STAGING_BYTES
     staging: StagingPolicy = field(default_factory=lambda: StagingPolicy(AUTO, SLOT_BYTES))
 

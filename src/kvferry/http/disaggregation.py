@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvferry.http.prefill_fields import Endpoint, Undividable, fields_of
+from kvferry.http.prefill_fields import DecodeOnlyReason, Endpoint, fields_of
 
 
 def needs_prompt_logits(prompt_logprobs: int | None) -> bool:
@@ -21,14 +21,14 @@ def needs_prompt_logits(prompt_logprobs: int | None) -> bool:
     return prompt_logprobs is not None
 
 
-def undividable_reason(endpoint: Endpoint, asked: Mapping[str, Any]) -> Undividable | None:
+def decode_only_reason(endpoint: Endpoint, asked: Mapping[str, Any]) -> DecodeOnlyReason | None:
     """The label of what stands against a prefill leg. `asked` has the decoded values of the `DECISIVE` fields."""
     for name, label in DECISIVE[endpoint].items():
         if name in asked and name not in FOR_PROMPT_LOGITS and CONDITIONS.get(name, _is_given)(asked[name]):
             return label
     if _is_given(asked.get("prompt")) and _is_given(asked.get("prompt_embeds")):
-        return Undividable.SEVERAL_SEQUENCES
-    return Undividable.PROMPT_LOGPROBS if needs_prompt_logits(_prompt_logprobs(endpoint, asked)) else None
+        return DecodeOnlyReason.SEVERAL_SEQUENCES
+    return DecodeOnlyReason.PROMPT_LOGPROBS if needs_prompt_logits(_prompt_logprobs(endpoint, asked)) else None
 
 
 def _prompt_logprobs(endpoint: Endpoint, asked: Mapping[str, Any]) -> int | None:
@@ -70,9 +70,9 @@ CONDITIONS: Mapping[str, Callable[[object], bool]] = {
 # They decide together.
 FOR_PROMPT_LOGITS = frozenset(("prompt_logprobs", "echo", "logprobs"))
 
-DECISIVE: Mapping[Endpoint, Mapping[str, Undividable]] = {
-    endpoint: {"logprobs": Undividable.PROMPT_LOGPROBS}
-    | {name: field.undividable for name, field in fields_of(endpoint).items() if field.undividable}
+DECISIVE: Mapping[Endpoint, Mapping[str, DecodeOnlyReason]] = {
+    endpoint: {"logprobs": DecodeOnlyReason.PROMPT_LOGPROBS}
+    | {name: field.decode_only for name, field in fields_of(endpoint).items() if field.decode_only}
     for endpoint in Endpoint
 }
 """The fields whose values can stand against a prefill leg, with the labels."""

@@ -42,7 +42,7 @@ class InPrefill(StrEnum):
     DROPPED = "dropped"
 
 
-class Undividable(StrEnum):
+class DecodeOnlyReason(StrEnum):
     """Why one prefill cannot stand for a whole request; the labels of the router's `reason`."""
 
     SEVERAL_SEQUENCES = "several_sequences"
@@ -54,13 +54,13 @@ class Undividable(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestField:
-    """`undividable` is the label of the reason that the field can give against a prefill leg, if there is one."""
+    """`decode_only` is the label of the reason that the field can give against a prefill leg, if there is one."""
 
     name: str
     apis: Api
     in_prefill: InPrefill
     reason: str
-    undividable: Undividable | None = None
+    decode_only: DecodeOnlyReason | None = None
 
 
 VC, VT = Api.VLLM_COMPLETIONS, Api.VLLM_CHAT
@@ -97,8 +97,8 @@ def _rows(apis: Api, in_prefill: InPrefill, reason: str, names: str) -> tuple[Re
 FIELDS: tuple[RequestField, ...] = (
     # What decides the prompt and its cache.
     RequestField("model", EVERY, KEPT, "names the model, or the adapter"),
-    RequestField("prompt", VC | SC | OC, KEPT, PROMPT, Undividable.SEVERAL_SEQUENCES),
-    RequestField("prompt_embeds", VC, KEPT, PROMPT, Undividable.SEVERAL_SEQUENCES),
+    RequestField("prompt", VC | SC | OC, KEPT, PROMPT, DecodeOnlyReason.SEVERAL_SEQUENCES),
+    RequestField("prompt_embeds", VC, KEPT, PROMPT, DecodeOnlyReason.SEVERAL_SEQUENCES),
     RequestField("messages", CHAT, KEPT, PROMPT),
     RequestField("suffix", VC | SC | OC, KEPT, "SGLang's prompt to fill in the middle has it"),
     RequestField("input_ids", ST, KEPT, PROMPT),
@@ -107,7 +107,7 @@ FIELDS: tuple[RequestField, ...] = (
         "tool_choice", CHAT, KEPT, "a named tool, or none, leaves other tools out of SGLang's or vLLM's prompt"
     ),
     RequestField("response_format", CHAT, KEPT, "templates such as Kimi K3's see it"),
-    RequestField("truncate_prompt_tokens", VLLM, KEPT, PROMPT, Undividable.TRUNCATED_PROMPT),
+    RequestField("truncate_prompt_tokens", VLLM, KEPT, PROMPT, DecodeOnlyReason.TRUNCATED_PROMPT),
     *_rows(VLLM, KEPT, PROMPT, "truncation_side add_special_tokens"),
     *_rows(OT, KEPT, TEMPLATE, "functions function_call"),
     *_rows(CHAT, KEPT, TEMPLATE, "reasoning_effort parallel_tool_calls"),
@@ -128,7 +128,7 @@ FIELDS: tuple[RequestField, ...] = (
     *_rows(ENGINES, KEPT, ROUTING, "priority session_id"),
     *_rows(VLLM, KEPT, "names the request in logs", "request_id"),
     *_rows(SGLANG, KEPT, "names the request in logs", "rid"),
-    RequestField("session_params", SGLANG, KEPT, "continues a session of one engine", Undividable.ENGINE_SESSION),
+    RequestField("session_params", SGLANG, KEPT, "continues a session of one engine", DecodeOnlyReason.ENGINE_SESSION),
     *_rows(SGLANG, DROPPED, RANK, "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank"),
     *_rows(SGLANG, DROPPED, "tells SGLang's legs from each other", "bootstrap_host bootstrap_port bootstrap_room"),
     RequestField("kv_transfer_params", VLLM, CHANGED, "asks for a cache that another engine will read"),
@@ -139,18 +139,18 @@ FIELDS: tuple[RequestField, ...] = (
     RequestField("stream_options", EVERY, DROPPED, STREAM),
     *_rows(VLLM, DROPPED, STREAM, "stream_interval"),
     *_rows(ST, DROPPED, STREAM, "stream_reasoning"),
-    RequestField("n", EVERY, KEPT, ONE_SEQUENCE, Undividable.SEVERAL_SEQUENCES),
-    RequestField("best_of", SC | OC | Api.OLDER, KEPT, ONE_SEQUENCE, Undividable.SEVERAL_SEQUENCES),
-    RequestField("use_beam_search", VLLM, KEPT, ONE_SEQUENCE, Undividable.SEVERAL_SEQUENCES),
+    RequestField("n", EVERY, KEPT, ONE_SEQUENCE, DecodeOnlyReason.SEVERAL_SEQUENCES),
+    RequestField("best_of", SC | OC | Api.OLDER, KEPT, ONE_SEQUENCE, DecodeOnlyReason.SEVERAL_SEQUENCES),
+    RequestField("use_beam_search", VLLM, KEPT, ONE_SEQUENCE, DecodeOnlyReason.SEVERAL_SEQUENCES),
     *_rows(VLLM, KEPT, "applies to beam search only", "length_penalty"),
     *_rows(Api.OLDER, KEPT, "applies to beam search only", "early_stopping"),
     # What is computed with the prompt, and told in the answer.
-    RequestField("prompt_logprobs", VLLM, DROPPED, WHERE_COMPUTED, Undividable.PROMPT_LOGPROBS),
-    RequestField("echo", VC | SC | OC, DROPPED, ANSWER, Undividable.PROMPT_LOGPROBS),
-    RequestField("echo", VT, KEPT, "vLLM computes logits of the prompt for it", Undividable.PROMPT_LOGPROBS),
-    RequestField("return_hidden_states", SGLANG, DROPPED, WHERE_COMPUTED, Undividable.PROMPT_OUTPUTS),
-    RequestField("return_routed_experts", SGLANG, DROPPED, WHERE_COMPUTED, Undividable.PROMPT_OUTPUTS),
-    RequestField("routed_experts_prompt_start", VLLM, DROPPED, WHERE_COMPUTED, Undividable.PROMPT_OUTPUTS),
+    RequestField("prompt_logprobs", VLLM, DROPPED, WHERE_COMPUTED, DecodeOnlyReason.PROMPT_LOGPROBS),
+    RequestField("echo", VC | SC | OC, DROPPED, ANSWER, DecodeOnlyReason.PROMPT_LOGPROBS),
+    RequestField("echo", VT, KEPT, "vLLM computes logits of the prompt for it", DecodeOnlyReason.PROMPT_LOGPROBS),
+    RequestField("return_hidden_states", SGLANG, DROPPED, WHERE_COMPUTED, DecodeOnlyReason.PROMPT_OUTPUTS),
+    RequestField("return_routed_experts", SGLANG, DROPPED, WHERE_COMPUTED, DecodeOnlyReason.PROMPT_OUTPUTS),
+    RequestField("routed_experts_prompt_start", VLLM, DROPPED, WHERE_COMPUTED, DecodeOnlyReason.PROMPT_OUTPUTS),
     *_rows(SGLANG, DROPPED, "goes with return_routed_experts", "routed_experts_start_len"),
     RequestField("return_cached_tokens_details", SGLANG, KEPT, "what prefill found cached is told to the client"),
     # What one token cannot finish.

@@ -70,12 +70,12 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """Get in line for a slot of staging memory; answer with Acquired. What is gathered into it goes to `far_address`
+    """Get in line for a slot of staging memory; answer with Acquired. What is gathered into it goes to `peer_address`
     of the target, 0 for a slot that is scattered from."""
 
     key: SlotKey
     num_bytes: int
-    far_address: int = 0
+    peer_address: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,13 +202,13 @@ class Digested:
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """A slot of staging memory is ours until Release. `error` says why it can never be; empty when it is. With `is_far`
-    it is the target's own, at `address` in this process: what is gathered into it is there."""
+    """A slot of staging memory is ours until Release. `error` says why it can never be; empty when it is. With
+    `is_peer_slot` it is the target's own, at `address` in this process: what is gathered into it is there."""
 
     key: SlotKey
     address: int
     error: str = ""
-    is_far: bool = False
+    is_peer_slot: bool = False
 
 
 @dataclass(frozen=True, slots=True)

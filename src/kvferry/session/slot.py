@@ -33,22 +33,22 @@ SLOT_TABLE: TransitionTable = {
 
 @dataclass(slots=True)
 class SlotUse:
-    """`address` is the slot's own, once it is ours; `far_address` where the other side has its slot, at a source. With
-    `is_far` the two lead to the same bytes, each in its own process: what is filled is emptied."""
+    """`address` is the slot's own, once it is ours; `peer_address` where the other side has its slot, at a source. With
+    `is_peer_slot` the two lead to the same bytes, each in its own process: what is filled is emptied."""
 
     key: SlotKey
     slot: Slot
     machine: StateMachine
     last_sent: float = 0.0
     address: int = 0
-    far_address: int = 0
-    is_far: bool = False
+    peer_address: int = 0
+    is_peer_slot: bool = False
     was_emptying: bool = False
 
     @classmethod
-    def started(cls, key: SlotKey, slot: Slot, far_address: int = 0) -> SlotUse:
+    def started(cls, key: SlotKey, slot: Slot, peer_address: int = 0) -> SlotUse:
         """One that waits for its slot."""
-        return cls(key, slot, StateMachine(f"slot {key}", SLOT_TABLE, SlotState.WAITING), far_address=far_address)
+        return cls(key, slot, StateMachine(f"slot {key}", SLOT_TABLE, SlotState.WAITING), peer_address=peer_address)
 
     @property
     def state(self) -> StrEnum:

@@ -124,7 +124,9 @@ def source_and_targets(
         def engine_and_config(name: str) -> tuple[EngineUnderTest, AgentConfig]:
             engine = stack.enter_context(closing(make()))
             timing = Timing(lease_s=lease_s)
-            config = AgentConfig(name, rank=engine.rank, timing=timing, digest=DigestPolicy.FULL, may_turn=False)
+            config = AgentConfig(
+                name, rank=engine.rank, timing=timing, digest=DigestPolicy.FULL, may_switch_direction=False
+            )
             return engine, config
 
         engine, config = engine_and_config("source")

@@ -268,7 +268,7 @@ class Agent:
 
 def _manager(config: AgentConfig, opened: Opened, peer_slots: PeerSlots | None) -> TransportManager:
     tests_s = TESTS_SHARE * config.timing.handshake_s
-    context = local_context(config.transport, config.may_turn)
+    context = local_context(config.transport, config.may_switch_direction)
     return TransportManager(config.transport, opened.transports, opened.unavailable, tests_s, context, peer_slots)
 
 

@@ -66,7 +66,7 @@ class StagingSlots:
         """Request a slot; peers take turns. Where the target's own slot is attached, that one is used."""
         self._is_changed = True
         key, num_bytes = command.key, command.num_bytes
-        view = self._peer_slots.find(key.remote, command.far_address, num_bytes)
+        view = self._peer_slots.find(key.remote, command.peer_address, num_bytes)
         try:
             if view is None:
                 self._pool_of(key).ask(key, key.remote, num_bytes)
@@ -100,7 +100,9 @@ class StagingSlots:
         self._answers, self._is_changed = [], False
         for pool, address in ((self._incoming, self._arena.address), (self._outgoing, self._outgoing_address)):
             events += [Acquired(key, address + slot.offset) for key, slot in _granted(pool)]
-        events += [Acquired(key, int(self._views[key].ctypes.data), is_far=True) for key, _ in _granted(self._attached)]
+        events += [
+            Acquired(key, int(self._views[key].ctypes.data), is_peer_slot=True) for key, _ in _granted(self._attached)
+        ]
         return events
 
     def close(self) -> None:

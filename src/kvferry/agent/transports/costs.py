@@ -61,7 +61,7 @@ def _on_one_host(found: Measurement, place: Place, costs: Costs) -> Costs:
     if found.carriers == (STRIDED,):
         # Measured with rows of 4 KiB, which is too much for shorter ones; but not more than a gather of them takes.
         copying = replace(copying, copy_row_s=max(copying.copy_row_s, copying.row_s))
-    return replace(copying, sharing_s=SHARING_S, gathers_far=True) if _is_shareable(found) else copying
+    return replace(copying, sharing_s=SHARING_S, gathers_into_peer=True) if _is_shareable(found) else copying
 
 
 def _is_shareable(found: Measurement) -> bool:

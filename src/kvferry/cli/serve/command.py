@@ -136,7 +136,7 @@ def _serve_embedded(options: ServeOptions) -> int:
 def agent_of(options: ServeOptions) -> AgentConfig:
     """The agent of the built-in engine. Raises ConfigurationError."""
     from kvferry import AgentConfig, read_token
-    from kvferry.options import digest_policy_named, direction_named, may_turn, staging_named
+    from kvferry.options import digest_policy_named, direction_named, may_switch_direction, staging_named
     from kvferry.session.timeouts import Timing
 
     transfer, staging_bytes = options.transfer, options.staging_mib << 20
@@ -153,7 +153,7 @@ def agent_of(options: ServeOptions) -> AgentConfig:
         token=read_token(options.token_file),
         digest=digest_policy_named(transfer.digest),
         direction=direction_named(transfer.transfer_direction),
-        may_turn=may_turn(transfer.transfer_direction),
+        may_switch_direction=may_switch_direction(transfer.transfer_direction),
         staging_bytes=staging_bytes,
         staging=staging_named(transfer.strategy, staging_bytes),
     )

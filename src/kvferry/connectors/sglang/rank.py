@@ -48,7 +48,7 @@ from kvferry.connectors.sglang.prefill_engines import PrefillEngines
 from kvferry.connectors.sglang.settings import Settings
 from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.layout import Layout
-from kvferry.options import digest_policy_named, direction_named, may_turn, staging_named
+from kvferry.options import digest_policy_named, direction_named, may_switch_direction, staging_named
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Rank:
             read_token(settings.token_file),
             digest_policy_named(settings.digest),
             direction_named(settings.transfer_direction),
-            may_turn(settings.transfer_direction),
+            may_switch_direction(settings.transfer_direction),
             settings.staging_bytes,
             staging_named(settings.strategy, settings.staging_bytes),
         )

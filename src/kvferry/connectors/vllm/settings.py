@@ -19,7 +19,7 @@ from kvferry.options import (
     StagingMemory,
     digest_policy_named,
     direction_named,
-    may_turn,
+    may_switch_direction,
     staging_memory_named,
     staging_named,
 )
@@ -115,7 +115,7 @@ def settings_of(config: VllmConfig) -> Settings:
         token=read_token(extra.token_file),
         digest=digest_policy_named(extra.digest),
         direction=direction_named(extra.transfer_direction),
-        may_turn=may_turn(extra.transfer_direction),
+        may_switch_direction=may_switch_direction(extra.transfer_direction),
         staging_bytes=extra.staging_bytes,
         staging=staging_named(extra.strategy, extra.staging_bytes),
     )

@@ -229,7 +229,7 @@ class Service:
         began = time.perf_counter()
         with ExitStack() as undo:
             # Refused, or left by the client while it waited for room: the source need not keep the cache for us.
-            undo.callback(self.transfer.forgo, request_id, call.ask.leg.params)
+            undo.callback(self.transfer.decline, request_id, call.ask.leg.params)
             tables = await self.engine.reserve(call.requests[0])
             prompt = call.prompt(len(call.requests[0].prompt) - 1)
             undo.pop_all()

@@ -143,7 +143,7 @@ class AgentTransfer:
         self.agent.abort(request_id)
         self.agent.withdraw(request_id)
 
-    def forgo(self, request_id: str, params: object) -> None:
+    def decline(self, request_id: str, params: object) -> None:
         """What the untrusted `params` refer to will not be fetched: the source hears of it, if it can be told, and need
         not wait for its lease to run out."""
         try:

@@ -25,7 +25,7 @@ NAMES = {"pull": Direction.READ, "push": Direction.WRITE, "auto": Direction.READ
 
 
 def direction_named(name: str) -> Direction:
-    """What users call it; `auto` begins with reading (`may_turn`).
+    """What users call it; `auto` begins with reading (`may_switch_direction`).
 
     Raises ConfigurationError for a direction that does not exist.
     """
@@ -34,7 +34,7 @@ def direction_named(name: str) -> Direction:
     return NAMES[name]
 
 
-def may_turn(name: str) -> bool:
+def may_switch_direction(name: str) -> bool:
     """Whether a direction of this name is given up, or shared, where measurement says that this is faster."""
     return name == "auto"
 

@@ -9,7 +9,7 @@ from kvferry.errors import ConfigurationError
 
 NUM_STAGES = 3.0
 """Gather, wire and scatter."""
-MAY_BE_ZERO = ("staging_s", "sharing_s", "gathers_far")
+MAY_BE_ZERO = ("staging_s", "sharing_s", "gathers_into_peer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Costs:
     rows_fan_in: how many times as many rows whoever posts those of this source posts: a target that reads, all.
     staging_s: what staging takes on top, once: a source to be asked, and threads to be woken. May be 0.
     sharing_s: what each source takes on top that moves a share itself; 0 where only one side can move anything.
-    gathers_far: whether a source reaches the target's staging memory: then there is no wire between gather and scatter.
+    gathers_into_peer: whether a source reaches the target's staging memory: no wire between gather and scatter.
 
     Raises ConfigurationError naming every other value that is not a positive, finite number.
     """
@@ -48,7 +48,7 @@ class Costs:
     fan_out: float = 1.0
     staging_s: float = 0.0
     sharing_s: float = 0.0
-    gathers_far: bool = False
+    gathers_into_peer: bool = False
 
     def __post_init__(self) -> None:
         wrong = [f"{name} = {value}" for name, value in asdict(self).items() if not _can_be(name, value)]

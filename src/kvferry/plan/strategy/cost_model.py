@@ -15,7 +15,7 @@ full; of the others, what one slot takes. But no more than `num_at_once` stages 
 
 The divisor is no whole number, for a last slot that is almost empty hides almost nothing. `wire_rows` is `num_rows` for
 direct, `num_source_runs` and at most one more per slot border for scatter, and `num_slots` for pack. What is staged
-takes `staging_s` on top. For a source that gathers straight into the target's slots (`gathers_far`), pack has no wire.
+takes `staging_s` on top. Where a source gathers into the target's own slots (`gathers_into_peer`), pack has no wire.
 
 A target that receives `fan_in` times as much, from several sources at once, scatters for all of them and has one link,
 or memory, for all: as the slowest stage, scatter and bytes take as many times as long, and rows `rows_fan_in` times,
@@ -97,7 +97,7 @@ def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
     rows_s, bytes_s = num_rows * costs.row_s, counts.num_bytes / costs.wire_bytes_per_s
     rows_times = 1.0 if strategy.source_gathers else costs.rows_fan_in
     stages = []
-    if not strategy.source_gathers or not costs.gathers_far:
+    if not strategy.source_gathers or not costs.gathers_into_peer:
         stages.append(_Stage(rows_s + bytes_s, rows_s * rows_times + bytes_s * costs.fan_in))
     if strategy.source_gathers:
         gather_s = _copy_s(counts, costs, costs.gather_bytes_per_s)

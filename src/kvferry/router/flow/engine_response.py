@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.http.prefill_fields import Undividable
+from kvferry.http.prefill_fields import DecodeOnlyReason
 from kvferry.router.request.lenient_json import decoded
 from kvferry.wire.messages import Reason
 
-REASONS = frozenset((*Reason, *Undividable))
+REASONS = frozenset((*Reason, *DecodeOnlyReason))
 
 
 class PrefillAnswer(msgspec.Struct):

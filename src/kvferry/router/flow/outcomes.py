@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.http.prefill_fields import Undividable
+from kvferry.http.prefill_fields import DecodeOnlyReason
 from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.fleet.circuit_breaker import Trial
 from kvferry.router.fleet.instance import Reservation
@@ -21,7 +21,7 @@ from kvferry.wire.messages import Reason
 # more time; or it was another instance's fault.
 BLAMELESS = GONE | {INSTANCE_DOWN, TOO_LATE, PREFILL_LOST}
 # These lie in the request: with any other pair of engines it would be the same.
-OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *Undividable))
+OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *DecodeOnlyReason))
 CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvferry.errors import RequestError
-from kvferry.http.disaggregation import DECISIVE, undividable_reason
+from kvferry.http.disaggregation import DECISIVE, decode_only_reason
 from kvferry.http.prefill_fields import Endpoint, dropped
 from kvferry.router.policy.records import RequestCost
 from kvferry.router.request.headers import Headers
@@ -126,7 +126,7 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
         )
     values = {rule.field: _value(fields, rule) for rule in (*COMMON_RULES, content) if rule.field in fields}
     undecided = (rule for rule in DECISIVE_RULES[endpoint] if rule.field in fields and rule.field not in values)
-    reason = undividable_reason(endpoint, values | {rule.field: _value(fields, rule) for rule in undecided})
+    reason = decode_only_reason(endpoint, values | {rule.field: _value(fields, rule) for rule in undecided})
     return ClientRequest(raw, fields, endpoint, str(reason or ""), bool(values.get("stream")))
 
 

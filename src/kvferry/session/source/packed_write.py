@@ -85,7 +85,7 @@ class PackedWrite:
             yield Reply(peer, Queued(self.key.claim_id))
         else:
             use = self.uses[key] = SlotUse.started(key, self._slot(key), message.address)
-            yield Acquire(key, use.slot.num_bytes, use.far_address)
+            yield Acquire(key, use.slot.num_bytes, use.peer_address)
 
     def _how_far(self, key: SlotKey, is_advancing: bool) -> Packed | Grant | Refusal | Queued | Renewed:
         """The answer for a slot that was asked for before, and for every slot once the claim has failed."""
@@ -114,9 +114,9 @@ class PackedWrite:
         found = f"slot {key.number} of stretch {key.stretch}"
         raise RequestError("unknown staging slot", found=found, expected=f"one of {num_stretches} stretches")
 
-    def is_far(self, event: Acquired | Staged | TicketEnded) -> bool:
+    def is_peer_slot(self, event: Acquired | Staged | TicketEnded) -> bool:
         """Whether an event is about a slot of the target's own."""
-        return self.uses[event.key].is_far or (isinstance(event, Acquired) and event.is_far)
+        return self.uses[event.key].is_peer_slot or (isinstance(event, Acquired) and event.is_peer_slot)
 
     def handle(self, event: Acquired | Staged | TicketEnded) -> Iterator[Command]:
         """One of its slots is acquired, gathered or written, or cannot be."""
@@ -139,16 +139,16 @@ class PackedWrite:
             yield from self.fail(event.error)
             return
         use.machine.move("acquired")
-        use.address, use.is_far = event.address, event.is_far
+        use.address, use.is_peer_slot = event.address, event.is_peer_slot
         yield Stage(use.key, use.gather)
 
     def _gathered(self, use: SlotUse) -> Iterator[Command]:
         """On the wire with it, unless that was into the target's own slot."""
         use.machine.move("filled")
-        if use.is_far:
+        if use.is_peer_slot:
             yield from self._written(use)
         else:
-            yield Post(use.key, use.slot.wire.shifted(use.address, use.far_address), Direction.WRITE)
+            yield Post(use.key, use.slot.wire.shifted(use.address, use.peer_address), Direction.WRITE)
 
     def _written(self, use: SlotUse) -> Iterator[Command]:
         """It is in the target's slot."""

@@ -136,7 +136,7 @@ class Writes:
         write = next((write for write in lease.writes.values() if event.key in write.uses), None)
         if write is None:
             return
-        if isinstance(write, PackedWrite) and not write.is_far(event):
+        if isinstance(write, PackedWrite) and not write.is_peer_slot(event):
             self._moved_at = now
         had_error = bool(write.error)
         yield from write.handle(event)

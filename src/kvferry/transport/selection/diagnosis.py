@@ -27,7 +27,7 @@ class LocalContext:
     """Of this process: the host's name (empty: not known), whether an RDMA port is up, and the transport asked for.
 
     `user_transports` is the user's own UCX_TLS, `may_attach` whether the kernel lets processes read each other, and
-    `may_turn` whether a peer that can only be read far slower than written to is asked to write.
+    `may_switch_direction` whether a peer that can only be read far slower than written to is asked to write.
     """
 
     host: str = ""
@@ -35,7 +35,7 @@ class LocalContext:
     requested: str = "auto"
     user_transports: str = ""
     may_attach: bool = True
-    may_turn: bool = False
+    may_switch_direction: bool = False
 
     def place_of(self, host: str) -> Place:
         """Where a peer is that says it runs on `host`."""
@@ -44,15 +44,15 @@ class LocalContext:
         return Place.SAME_HOST if host == self.host else Place.OTHER_HOST
 
 
-def local_context(requested: str, may_turn: bool = True) -> LocalContext:
-    """That of an engine with the transport `requested`; `may_turn` is whether it lets its sources write instead."""
+def local_context(requested: str, may_switch_direction: bool = True) -> LocalContext:
+    """That of an engine with the transport `requested`, which may let its sources write instead of reading."""
     return LocalContext(
         host=host_here(),
         has_rdma=any(nic.is_rdma and nic.is_up for nic in nics()),
         requested=requested,
         user_transports=user_variables().get("UCX_TLS", ""),
         may_attach=process_limits().may_attach,
-        may_turn=may_turn,
+        may_switch_direction=may_switch_direction,
     )
 
 
@@ -60,7 +60,7 @@ def diagnose(measured: Measurement, direction: Direction, place: Place, context:
     """What is wrong with the transport that was chosen for a peer, in the direction in which it moves bytes."""
     return (
         *_fallback(measured, direction, place, context),
-        *_asymmetry(measured, direction, context.may_turn),
+        *_asymmetry(measured, direction, context.may_switch_direction),
     )
 
 
@@ -102,20 +102,24 @@ def is_far_slower(measured: Measurement, direction: Direction) -> bool:
     return measured.times_slower(direction) >= FAR_SLOWER
 
 
-def _asymmetry(measured: Measurement, direction: Direction, may_turn: bool) -> Iterator[Finding]:
+def _asymmetry(measured: Measurement, direction: Direction, may_switch_direction: bool) -> Iterator[Finding]:
     if not is_far_slower(measured, direction):
         return
     ratio, others = measured.times_slower(direction), measured.rates(OTHER[direction])
     what = f"{VERBS[direction]} over {measured.name} is {ratio:.0f} times slower than {VERBS[OTHER[direction]]}"
     yield Finding(
-        Severity.WARNING, what, str(measured.rates(direction)), f"about {others}", _direction_hint(direction, may_turn)
+        Severity.WARNING,
+        what,
+        str(measured.rates(direction)),
+        f"about {others}",
+        _direction_hint(direction, may_switch_direction),
     )
 
 
-def _direction_hint(direction: Direction, may_turn: bool) -> str:
+def _direction_hint(direction: Direction, may_switch_direction: bool) -> str:
     """The target engine decides which side moves a cache."""
     if direction is Direction.WRITE:
         return "--transfer-direction pull, or auto, at the engine that is written to"
-    if may_turn:
+    if may_switch_direction:
         return "with --transfer-direction auto the other engine is asked to write instead, and read only if it cannot"
     return "--transfer-direction push, or auto"

@@ -154,7 +154,7 @@ class FarAtOnce(SourceSession):
             write for lease in self._leases for write in lease.writes.values() if isinstance(write, PackedWrite)
         ]
         for packing in packings:
-            for use in [use for use in packing.uses.values() if use.is_far and use.state is SlotState.DRAINING]:
+            for use in [use for use in packing.uses.values() if use.is_peer_slot and use.state is SlotState.DRAINING]:
                 del packing.uses[use.key]
                 commands.append(Release(use.key))
         return commands

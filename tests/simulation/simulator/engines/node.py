@@ -77,7 +77,9 @@ class Node:
         timing, defect = self.context.timing, self.context.defect
         self.source = defect.source(identity, timing)
         moving = options.direction, offers, PROBE, b"", options.staging
-        ours = TargetIdentity(party, PRODUCT_VERSION, side.layouts, self.context.digest, *moving, may_turn=True)
+        ours = TargetIdentity(
+            party, PRODUCT_VERSION, side.layouts, self.context.digest, *moving, may_switch_direction=True
+        )
         self.target = defect.target(ours, timing)
         share_programs(self.source, self.target, side.layouts, party.rank)
         self.source._writes.stretch_bytes = self.context.scheduler.rng.choice(

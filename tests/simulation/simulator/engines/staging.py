@@ -61,9 +61,9 @@ class Stager:
     def acquire(self, command: Acquire) -> None:
         """Get in line, for a slot of ours or, if it is as good, for the turn of the target's own."""
         key, num_bytes = command.key, command.num_bytes
-        far = self._ends.reach(key.remote) if command.far_address else None
+        far = self._ends.reach(key.remote) if command.peer_address else None
         if far is not None and self._context.scheduler.chance(FAR):
-            self._far[key] = far, command.far_address
+            self._far[key] = far, command.peer_address
             num_bytes = min(num_bytes, self._near_slots.size_bytes)
         try:
             self._pool_of(key).ask(key, key.remote, num_bytes)
@@ -135,7 +135,7 @@ class Stager:
                     events.append(Acquired(slot.key, address + slot.offset))
             address += pool.size_bytes
         keys = [slot.key for slot in self._near_slots.grants() if isinstance(slot.key, SlotKey)]
-        events += [Acquired(key, self._far[key][1], is_far=True) for key in keys]
+        events += [Acquired(key, self._far[key][1], is_peer_slot=True) for key in keys]
         for event in events:
             self._ends.then(event)
 

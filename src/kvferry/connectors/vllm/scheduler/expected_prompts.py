@@ -10,7 +10,7 @@ from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.connectors.vllm.scheduler.skipped_transfers import Declined
 from kvferry.errors import RequestError
 from kvferry.http.disaggregation import needs_prompt_logits
-from kvferry.http.prefill_fields import Undividable
+from kvferry.http.prefill_fields import DecodeOnlyReason
 
 
 class Expected:
@@ -35,7 +35,9 @@ class Expected:
     def _look(self, request: Request) -> tuple[Prompt, ...]:
         request_id = request.request_id
         if _needs_prompt_logits(request.sampling_params):
-            self._declined.fetch(request_id, Undividable.PROMPT_LOGPROBS, "its answer needs the logits of the prompt")
+            self._declined.fetch(
+                request_id, DecodeOnlyReason.PROMPT_LOGPROBS, "its answer needs the logits of the prompt"
+            )
             return ()
         try:
             return (self._prompts.of(request, max(0, request.num_prompt_tokens - 1)),)

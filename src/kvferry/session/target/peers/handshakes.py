@@ -32,8 +32,8 @@ class TargetIdentity:
     `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes, and
     `staging` whether they may go through staging memory. For sources that write are `transports`, `probe` and
     `staging_descriptor`, which is what a process of this host needs to attach our staging memory, empty where none can.
-    With `may_turn` a source to which reading turns out to be far slower than writing writes instead, and one that can
-    write while we read writes a share.
+    With `may_switch_direction` a source that is far slower to read from than to be written by writes instead, and one
+    that can write while we read writes a share.
     """
 
     party: m.Party
@@ -45,7 +45,7 @@ class TargetIdentity:
     probe: m.Probe = NO_PROBE
     staging_descriptor: bytes = b""
     staging: StagingPolicy = NO_STAGING
-    may_turn: bool = False
+    may_switch_direction: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +146,16 @@ class Handshakes:
         peer.can_write = CanWrite.YES if is_reached else peer.can_write
         if peer.machine.state is PeerState.CONNECTING:
             peer.transport, peer.choice = event.transport, event.choice
-            is_near = event.costs.gathers_far and bool(self._ours.staging_descriptor)
-            peer.costs = replace(event.costs, gathers_far=is_near)
-            can_turn = self._ours.may_turn and peer.direction is Direction.READ and not peer.is_staged
-            peer.is_turning = can_turn and event.is_slow
-        elif peer.is_turning:
-            peer.is_turning, peer.direction = False, Direction.WRITE
+            is_near = event.costs.gathers_into_peer and bool(self._ours.staging_descriptor)
+            peer.costs = replace(event.costs, gathers_into_peer=is_near)
+            can_switch = self._ours.may_switch_direction and peer.direction is Direction.READ and not peer.is_staged
+            peer.is_switching = can_switch and event.is_slow
+        elif peer.is_switching:
+            peer.is_switching, peer.direction = False, Direction.WRITE
             peer.transport, peer.choice = event.transport, event.choice
         peer.machine.move("connected")
         peer.last_heard = now
-        if peer.is_turning:
+        if peer.is_switching:
             yield from self.offer_memory(peer, now)
         else:
             yield PeerReady(peer.key)
@@ -182,7 +182,7 @@ class Handshakes:
     def not_reached(self, peer: Peer, reason: Reason) -> Iterator[Step]:
         """A source that we read from cannot connect to our memory: it is used nevertheless."""
         peer.machine.move("refused")
-        peer.can_write, peer.is_turning = CanWrite.NO, False
+        peer.can_write, peer.is_switching = CanWrite.NO, False
         yield Count("targets_not_reached", reason)
         yield PeerReady(peer.key)
 
@@ -210,7 +210,7 @@ class Handshakes:
             yield Send(peer.key, m.OfferRequest(ours.party))
         elif state is PeerState.OFFERING or (state is PeerState.CONNECTING and peer.direction is Direction.WRITE):
             # A source whose transport copies with its own processors can gather into our slots just as well.
-            staging = ours.staging_descriptor if peer.costs.gathers_far else b""
+            staging = ours.staging_descriptor if peer.costs.gathers_into_peer else b""
             yield Send(peer.key, m.TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe, staging))
 
 

@@ -56,7 +56,7 @@ class Peer:
     choice: str = ""
     costs: Costs = TYPICAL_AGENTS
     can_write: CanWrite = CanWrite.UNKNOWN
-    is_turning: bool = False
+    is_switching: bool = False
     is_told_unneeded: bool = False
 
     @property
@@ -66,7 +66,7 @@ class Peer:
 
     def note_reached(self, reached: Reached) -> None:
         """Only the source knows whether it can gather into our slots."""
-        self.costs = replace(self.costs, gathers_far=self.costs.gathers_far and reached.reaches_staging)
+        self.costs = replace(self.costs, gathers_into_peer=self.costs.gathers_into_peer and reached.reaches_staging)
 
     @property
     def ready(self) -> bool:

@@ -49,7 +49,7 @@ class Reads:
         self._peers = peers
         self._fetches = fetches
         self._staging = ours.staging
-        self._may_share = ours.may_turn
+        self._may_share = ours.may_switch_direction
         self.bindings = Bindings(ours.layouts, ours.party.rank)
         self.verifier = Verifier(ours, peers, fetches)
         self.staged = StagedReads(ours.party, fetches, self.verifier.landed)
