@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
 import re
@@ -14,13 +15,20 @@ import urllib.request
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-__all__ = ["EngineServer", "StartError", "hold_ports"]
+__all__ = ["EngineServer", "StartError", "hold_ports", "is_installed"]
 
 START_S = 300.0
 STOP_S = 20.0
 POLL_S = 0.25
 FIRST_PORT, LAST_PORT = 20_000, 30_000
 MOST_WORDS = 20
+
+
+def is_installed(engine: str) -> bool:
+    """Tests of an engine are in a folder of its name, which is a namespace package where its parent is on the path: it
+    has no origin."""
+    found = importlib.util.find_spec(engine)
+    return found is not None and found.origin is not None
 
 
 class StartError(Exception):

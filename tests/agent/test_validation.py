@@ -25,6 +25,8 @@ LEASES = {
     "no block of any cache": {"block_tables": ((1 << 70,),)},
     "half a block": {"block_tables": ((0.5,),)},
     "no token there is": {"first_token": FirstToken(-1)},
+    "no likely token there is": {"first_token": FirstToken(1, -0.5, ((-1, -0.5),))},
+    "too many likely tokens": {"first_token": FirstToken(1, -0.5, ((1, -0.5),) * 5000)},
 }
 FETCHES = {
     "no name": {"request_id": ""},

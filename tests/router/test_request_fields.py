@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
+from engine_server import is_installed
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
@@ -151,7 +151,7 @@ def test_the_columns_of_openai_are_its_clients():
     assert of_api(Api.OPENAI_CHAT) == {*chat.CompletionCreateParamsBase.__annotations__, "stream"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+@pytest.mark.skipif(not is_installed("sglang"), reason="sglang is not installed")
 def test_the_columns_of_sglang_are_its_request_classes():
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 

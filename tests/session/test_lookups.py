@@ -66,6 +66,7 @@ def test_a_question_is_repeated_and_given_up(target):
         (welcome(2, ()), m.Reason.MALFORMED),
         (welcome(2, (ADDRESS,)), m.Reason.MALFORMED),
         (welcome(1, ALL), m.Reason.MALFORMED),
+        (welcome(0, ()), m.Reason.MALFORMED),
         (m.Refusal(m.Reason.WIRE_VERSION, "wire versions differ", "1", "2", ""), m.Reason.WIRE_VERSION),
     ],
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine_server import is_installed
 from sglang_servers import STAND_INS, Pair, PairSpec
 
 FOLDER = Path(__file__).parent
@@ -24,14 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(FOLDER):
             item.add_marker(pytest.mark.timeout(TEST_S))
-            if not sglang_is_installed():
+            if not is_installed("sglang"):
                 item.add_marker(pytest.mark.skip(reason="sglang is not installed: see make test-sglang"))
-
-
-def sglang_is_installed() -> bool:
-    """This folder's own name makes a namespace package when its parent is on the path: that one has no origin."""
-    found = importlib.util.find_spec("sglang")
-    return found is not None and found.origin is not None
 
 
 class Running:

@@ -25,10 +25,16 @@ def sglang():
         warnings.simplefilter("ignore")
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        from kvferry.connectors.sglang import construction, rank, receiver, sender
+        from kvferry.connectors.sglang import construction, manager, rank, receiver, sender
         from kvferry.connectors.sglang.prefill_engines import Lookup
     return SimpleNamespace(
-        poll=KVPoll, construction=construction, rank=rank, receiver=receiver, sender=sender, lookup=Lookup
+        poll=KVPoll,
+        manager=manager,
+        construction=construction,
+        rank=rank,
+        receiver=receiver,
+        sender=sender,
+        lookup=Lookup,
     )
 
 
@@ -72,6 +78,9 @@ class ScriptedRank:
     def abort(self, fetching):
         self.said.append(("abort", fetching.request_id))
 
+    def decline(self, room, engine):
+        self.said.append(("decline", engine))
+
 
 @pytest.fixture
 def rank(sglang):
@@ -92,13 +101,10 @@ def manager(sglang, rank):
         bootstrap_room=torch.zeros(2, 8, dtype=torch.int64),
     )
     rows.output_ids[1, 0] = FIRST.token_id
-    return SimpleNamespace(
-        rank=rank,
-        metadata=rows,
-        milestone=lambda: lambda: True,
-        kv_args=SimpleNamespace(page_size=16),
-        receivers={},
-    )
+    made = object.__new__(sglang.manager.FerryManager)
+    made.rank, made.metadata, made._receivers = rank, rows, {}
+    made.milestone, made.kv_args = lambda: lambda: True, SimpleNamespace(page_size=16)
+    return made
 
 
 def request(**changes):
@@ -176,6 +182,14 @@ class TestSender:
             sender.failure_exception()
         assert rank.said == [("withdraw",)]
 
+    def test_a_first_token_that_cannot_be_sent_ends_the_request(self, sglang, new_sender, manager, rank):
+        asked = request(return_logprob=True, logprob=SimpleNamespace(top_logprobs_num=0))
+        manager.metadata.output_token_logprobs_val[1, 0] = float("nan")
+        sender = new_sender(asked)
+        sender.init(3, 1)
+        sender.send([4, 9, 2], [], 40)
+        assert (sender.poll(), rank.said) == (sglang.poll.Failed, [("withdraw",)])
+
     def test_a_client_that_leaves_takes_its_lease_along(self, new_sender, rank):
         new_sender().abort()
         assert rank.said == [("withdraw",)]
@@ -243,6 +257,49 @@ class TestReceiver:
         rank.fetches[0].is_over = True
         receiver.ensure_abort_notified(force_arm=True)
         assert not receiver.abort_notified
+
+    def test_a_room_is_safe_when_its_own_request_is_over(self, sglang, new_receiver, manager, rank):
+        """Also where a client uses the room again."""
+        first = started(new_receiver, rank)
+        second = new_receiver()
+        assert (second.poll(), manager.is_abort_release_safe(ROOM, 0)) == (sglang.poll.Failed, False)
+        second.clear()
+        rank.fetches[0].is_over = True
+        assert manager.is_abort_release_safe(ROOM, 0)
+        manager.clear_deferred_abort_state(ROOM)
+        first.clear()
+        assert new_receiver().poll() == sglang.poll.Bootstrapping
+
+    @pytest.mark.parametrize("end", ["abort", "clear"])
+    def test_a_lease_that_was_held_is_declined_when_nobody_needs_it(self, new_receiver, rank, end):
+        receiver = new_receiver()
+        rank.lookups[0].engine = ENGINE
+        receiver.init(0)
+        receiver.poll()
+        getattr(receiver, end)()
+        getattr(receiver, end)()
+        assert rank.said == [("hold", ENGINE), ("decline", ENGINE)]
+
+    @pytest.mark.parametrize("first", [FirstToken(1 << 31), FirstToken(17, 1e300)])
+    def test_a_first_token_that_does_not_fit_is_a_failure(self, sglang, new_receiver, rank, first):
+        receiver = started(new_receiver, rank)
+        report = FetchReport(40, 1, 1, "shm", "", "direct", first_token=first)
+        rank.fetches[0].report, rank.fetches[0].is_over = report, True
+        assert receiver.poll() == sglang.poll.Failed
+
+    def test_more_logprobs_than_there_is_room_for_are_left_out(self, sglang, new_receiver, manager, rank):
+        receiver = started(new_receiver, rank)
+        first = FirstToken(17, -0.5, tuple((number, -1.0) for number in range(40)))
+        report = FetchReport(40, 1, 1, "shm", "", "direct", first_token=first)
+        rank.fetches[0].report, rank.fetches[0].is_over = report, True
+        assert receiver.poll() == sglang.poll.Success
+        assert manager.metadata.output_top_logprobs_idx[1].tolist() == list(range(16))
+
+    def test_a_request_that_sglang_has_taken_back_fails(self, sglang, new_receiver, manager, rank):
+        receiver = started(new_receiver, rank)
+        manager.submit_prefill_recompute(receiver, {})
+        rank.fetches[0].is_over = True
+        assert receiver.poll() == sglang.poll.Failed
 
     def test_a_client_that_leaves_ends_its_fetch(self, sglang, new_receiver, rank):
         receiver = started(new_receiver, rank)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine_server import is_installed
 from servers import Pair, PairSpec
 
 FOLDER = Path(__file__).parent
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.is_relative_to(FOLDER)]
     for item in ours:
         item.add_marker(pytest.mark.timeout(TEST_S))
-        if not vllm_is_installed():
+        if not is_installed("vllm"):
             item.add_marker(pytest.mark.skip(reason="vllm is not installed: see make test-vllm"))
     # Tests on the same pair run one after the other, so that each pair is started once.
     first_use: dict[str, int] = {}
@@ -38,12 +38,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pair_of(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
     return repr(callspec.params.get("spec")) if callspec is not None else ""
-
-
-def vllm_is_installed() -> bool:
-    """This folder's own name makes a namespace package when its parent is on the path: that one has no origin."""
-    found = importlib.util.find_spec("vllm")
-    return found is not None and found.origin is not None
 
 
 class Running:

@@ -19,7 +19,7 @@ from kvferry.errors import RequestError
 from kvferry.plan.programs.request import check_ranges
 from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import FetchRequest, HoldRequest, LeaseProgress, LeaseRequest
-from kvferry.wire.messages import AnyBlockId, BlockId, Count, FirstToken, Name, Reference, TokenId
+from kvferry.wire.messages import AnyBlockId, BlockId, Count, FirstToken, Name, Reference
 
 MAX_NAME_LENGTH = 256
 OWN_TABLES = tuple[tuple[BlockId, ...], ...]
@@ -55,7 +55,7 @@ def check_address(address: str) -> None:
 
 def _check_first_token(first: FirstToken | None) -> None:
     if first is not None:
-        _check("the id of a first token", first.token_id, TokenId)
+        _check("a first token", msgspec.to_builtins(first), FirstToken)
 
 
 def check_hold(wanted: HoldRequest) -> None:

@@ -5,6 +5,7 @@ the prompt's last token again and writes the whole answer. So the leg keeps what
 cache, or the place in a queue; it drops what a single token cannot fulfil and what only shapes an answer that is thrown
 away. A field that is in no row is kept: an engine may use it for the prompt, and a prompt that differs costs more than
 a field too many. `kvferry.http.disaggregation` says when a field with a label forbids a prefill leg.
+The value of a field that is changed is set where the leg's body is made: `kvferry.router.request.client_request`.
 
 The columns are the request classes of vLLM 0.32, of SGLang 0.5.23, and of OpenAI's client; tests compare them.
 """

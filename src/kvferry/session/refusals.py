@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from kvferry.errors import FerryError, TransferError
 from kvferry.session.commands import Command, Count, Reply
-from kvferry.wire.messages import Reason, Refusal
+from kvferry.wire.messages import MAX_TEXT, Reason, Refusal
 
 
 def refuse(peer: str, error: FerryError, claim_id: str = "") -> list[Command]:
-    """Tell a peer why something cannot be, and count it."""
+    """Tell a peer why something cannot be, and count it. What others have said may be longer than what can be sent."""
     wrong = as_transfer_error(error)
-    refusal = Refusal(Reason(wrong.reason), wrong.what, wrong.found, wrong.expected, claim_id)
+    what, found, expected = (text[:MAX_TEXT] for text in (wrong.what, wrong.found, wrong.expected))
+    refusal = Refusal(Reason(wrong.reason), what, found, expected, claim_id)
     return [Reply(peer, refusal), Count("refusals_sent", refusal.reason)]
 
 

@@ -1,6 +1,6 @@
 """How long a session waits for what: the defaults.
 
-Engines give their own: `kvferry.connectors.vllm` has longer heartbeats, because vLLM's workers may be busy for longer.
+Engines give their own: vLLM's and SGLang's connectors let more heartbeats be missed, as a busy worker answers late.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ STALLED_LEASES = 20
 class Timing:
     """All deadlines, in seconds.
 
-    A lease ends `lease_s` after it was opened or last renewed. A target renews every `heartbeat_s` and takes a peer
-    for lost after `missed_heartbeats` without any answer; it repeats an unanswered message every `resend_s`.
-    A claim that arrives before the engine has opened its lease waits `early_claim_s` for it. A peer from which nothing
-    has been fetched for `idle_peer_s` is forgotten. The lease of a request that waits in a queue is renewed for at most
-    `hold_s`; as long may a read hold slots while its source answers `Queued`. Bytes that were in flight when a write of
-    a peer ended badly, or the peer died, have landed or are lost after `fence_s`.
+    A computed lease ends `lease_s` after it was last renewed, one that grows `stalled_s` after it. A target renews
+    every `heartbeat_s` and takes a peer for lost after `missed_heartbeats` without any answer; it repeats an unanswered
+    message every `resend_s`. A claim that arrives before the engine has opened its lease waits `early_claim_s` for it.
+    A peer from which nothing has been fetched for `idle_peer_s` is forgotten. The lease of a request that waits in a
+    queue is renewed for at most `hold_s`; as long may a read hold slots while its source answers `Queued`. Bytes that
+    were in flight when a write of a peer ended badly, or the peer died, have landed or are lost after `fence_s`.
     """
 
     lease_s: float = 30.0

@@ -1,6 +1,7 @@
 """Every transport between processes by its name. Opens those that this process can use, and says why not the others.
 
-A new transport is a folder beside this file and one line in `OPENERS`.
+A new transport is a folder beside this file and one line in `OPENERS`. Where its carriers copy with a processor, they
+are named in `kvferry.agent.transports.costs` as well, which prices them.
 """
 
 from __future__ import annotations

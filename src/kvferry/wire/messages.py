@@ -25,7 +25,8 @@ from kvferry.plan.strategy.strategies import Strategy
 WIRE_VERSION = 8
 
 Name = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=4096)]
+MAX_TEXT = 4096
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 # Of any memory: a device's can lie far beyond what a processor's programs use.
@@ -34,7 +35,7 @@ MAX_SLOT_BYTES = 1 << 32
 SlotBytes = Annotated[int, Meta(ge=0, le=MAX_SLOT_BYTES)]
 Value = Annotated[bytes, Meta(min_length=8, max_length=8)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 48)]
-TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 # A target's table may hold anything where nothing is looked at.
 AnyBlockId = Annotated[int, Meta(ge=-(1 << 48), lt=1 << 48)]
 

@@ -20,12 +20,17 @@ def read(buffers: Any, row: int, request: Any) -> FirstToken:
 
 
 def write(buffers: Any, row: int, first: FirstToken, room: int) -> None:
-    """Fill a decode's row as a prefill of SGLang would. The room comes last: with it the row is complete."""
+    """Fill a decode's row as a prefill of SGLang would. The room comes last: with it the row is complete.
+
+    Raises RuntimeError for a number that has no place there.
+    """
     buffers.output_ids[row, 0] = first.token_id
     buffers.cached_tokens[row] = 0
     buffers.output_token_logprobs_idx[row, 0] = first.token_id
     buffers.output_token_logprobs_val[row, 0] = first.logprob or 0.0
-    for place, (token_id, logprob) in enumerate(first.top_logprobs):
+    buffers.output_top_logprobs_idx[row] = buffers.output_top_logprobs_val[row] = 0
+    most = buffers.output_top_logprobs_idx.shape[1]
+    for place, (token_id, logprob) in enumerate(first.top_logprobs[:most]):
         buffers.output_top_logprobs_idx[row, place] = token_id
         buffers.output_top_logprobs_val[row, place] = logprob
     buffers.bootstrap_room[row, 0] = room

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from kvferry.connectors.sglang.description import RankFacts, check_describable, 
 from kvferry.connectors.sglang.rank import Rank, Ranks
 from kvferry.connectors.sglang.settings import settings_from
 from kvferry.devices import cache_device
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, RequestError
 from kvferry.options import staging_memory_named
 
 OTHER_BACKEND = "use SGLang's own backend: --disaggregation-transfer-backend nixl"
@@ -70,7 +71,9 @@ class FerryManager(BaseKVManager):
         port = server_args.disaggregation_bootstrap_port if is_prefill else 0
         self.rank = Rank(settings, layout, lambda layouts: device.cache(layouts, memories), ranks, port)
         # The receiver of each room on this rank, for SGLang to ask after those that have failed.
-        self.receivers: dict[int, Writing] = {}
+        self._receivers: dict[int, Writing] = {}
+        if not is_prefill:
+            _hold_failed_pages(queue.transfer_queue)
         # What SGLang reads of any manager.
         self.prefill_info_table = AnyPrefill()
         self.transfer_infos: dict[int, object] = {}
@@ -90,12 +93,28 @@ class FerryManager(BaseKVManager):
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether no ticket can write to the pages of a failed request on this rank any more."""
-        receiver = self.receivers.get(bootstrap_room)
+        receiver = self._receivers.get(bootstrap_room)
         return receiver is None or receiver.is_over
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """SGLang has freed the pages of a failed request."""
-        self.receivers.pop(bootstrap_room, None)
+        self._receivers.pop(bootstrap_room, None)
+
+    def register(self, room: int, receiver: Writing) -> None:
+        """A request that fetches. Raises RequestError while an earlier one of its room may still be written to."""
+        earlier = self._receivers.get(room)
+        if earlier is not None and not earlier.is_over:
+            raise RequestError("another request of this decode engine has the same bootstrap_room", found=str(room))
+        self._receivers[room] = receiver
+
+    def forget(self, room: int, receiver: Writing) -> None:
+        """SGLang asks after this request no more."""
+        if self._receivers.get(room) is receiver:
+            del self._receivers[room]
+
+    def submit_prefill_recompute(self, kv_receiver: Any, payload: object) -> None:
+        """A request that SGLang has taken back cannot be computed anew by its prefill engine: it fails."""
+        kv_receiver.abort()
 
 
 class FerryBootstrapServer(BaseKVBootstrapServer):
@@ -103,6 +122,19 @@ class FerryBootstrapServer(BaseKVBootstrapServer):
 
     def __init__(self, host: str, port: int) -> None:
         pass
+
+
+def _hold_failed_pages(transfer_queue: Any) -> None:
+    """Pages of a failed request stay for as long as something may write to them on any rank. Raises ConfigurationError
+    where SGLang is told to free them at once."""
+    if not transfer_queue.enable_deferred_kv_release:
+        raise ConfigurationError(
+            "pages of a failed request must stay until nothing writes to them any more",
+            found="SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0",
+            hint="leave it out",
+        )
+    # SGLang would free them after 30 seconds in any case. A source that was stopped may go on writing after that.
+    transfer_queue.deferred_kv_release_timeout = inf
 
 
 def _check(queue: Any) -> None:

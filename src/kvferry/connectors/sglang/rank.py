@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
@@ -147,6 +149,9 @@ class Rank:
             settings.staging_bytes,
             staging_named(settings.strategy, settings.staging_bytes),
         )
+        # What SGLang asks for and what the agent says meet here; nothing waits while it is held.
+        self._lock = threading.Lock()
+        self._stopped: FerryError | None = None
         self._leases: dict[str, Leased] = {}
         self._fetches: dict[str, Fetching] = {}
         self._numbers = count()
@@ -160,9 +165,12 @@ class Rank:
     def promise(self, room: int, prompt: Prompt) -> Leased:
         """Lease a prompt that is about to be computed. Raises RequestError for a room that is in use."""
         request_id, lease_id = _names(room)
-        if request_id in self._leases:
-            raise RequestError("another request of this prefill engine has the same bootstrap_room", found=str(room))
-        leased = self._leases[request_id] = Leased()
+        with self._lock:
+            self._check_running()
+            if request_id in self._leases:
+                what = "another request of this prefill engine has the same bootstrap_room"
+                raise RequestError(what, found=str(room))
+            leased = self._leases[request_id] = Leased()
         wanted = LeaseRequest(request_id, lease_id, ((),), prompt.num_tokens, is_growing=True, prompt=prompt)
         try:
             self.agent.lease(wanted)
@@ -191,18 +199,24 @@ class Rank:
         """Bring these tokens of a prompt into their pages; `pages` begins with the page of token 0."""
         reference = reference_of(room, engine)
         fetching = Fetching(f"room-{room}-{next(self._numbers)}")
-        self._fetches[fetching.request_id] = fetching
-        self.agent.fetch(
-            FetchRequest(
-                fetching.request_id,
-                reference,
-                engine.addresses,
-                (pages,),
-                (tokens,),
-                prompt=prompt.name(reference.lease_id),
+        name = prompt.name(reference.lease_id)
+        with self._lock:
+            self._check_running()
+            self._fetches[fetching.request_id] = fetching
+        try:
+            self.agent.fetch(
+                FetchRequest(fetching.request_id, reference, engine.addresses, (pages,), (tokens,), prompt=name)
             )
-        )
+        except FerryError:
+            del self._fetches[fetching.request_id]
+            raise
         return fetching
+
+    def decline(self, room: int, engine: RemoteEngine) -> None:
+        """Nobody will fetch this prompt's cache here: its source hears of it, and its lease need not run out."""
+        with suppress(FerryError):
+            # Nothing of it: should the source grant that before it hears of the end, nothing moves.
+            self.abort(self.fetch(room, engine, (), TokenRange(0, 0), Prompt()))
 
     def abort(self, fetching: Fetching) -> None:
         """Nobody waits for this fetch any more; it is over when its pages are free."""
@@ -221,7 +235,7 @@ class Rank:
             case Located() | LocateFailed():
                 self.engines.heard(notice)
             case AgentStopped():
-                self._stopped()
+                self._stop()
 
     def _progressed(self, fetching: Fetching, notice: Fetched | FetchFailed | BlocksReleased) -> None:
         if isinstance(notice, FetchFailed):
@@ -232,11 +246,19 @@ class Rank:
         del self._fetches[fetching.request_id]
         fetching.is_over = True
 
-    def _stopped(self) -> None:
+    def _stop(self) -> None:
         """Nothing moves any more. Pages that a source may still write to are never free again."""
         gone = TransferError(Reason.ABORTED, "the transfer agent of this engine has stopped")
-        for leased in self._leases.values():
+        with self._lock:
+            self._stopped = gone
+            leases, fetches = list(self._leases.values()), list(self._fetches.values())
+        for leased in leases:
             leased.ended = "stopped"
-        for fetching in self._fetches.values():
+        for fetching in fetches:
             fetching.error = fetching.error or gone
             fetching.is_over = fetching.request_id not in self.agent.written_ids
+        self.engines.stop(gone)
+
+    def _check_running(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped

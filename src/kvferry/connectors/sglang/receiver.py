@@ -54,9 +54,9 @@ class FerryReceiver(BaseKVReceiver):
         self._error: FerryError | None = None
         try:
             self._prompt = prompt_of(request_being_made())
+            mgr.register(self._room, self)
         except FerryError as error:
             self._error = error
-        mgr.receivers[self._room] = self
 
     @property
     def is_over(self) -> bool:
@@ -101,6 +101,7 @@ class FerryReceiver(BaseKVReceiver):
         self._error = self._error or TransferError(Reason.ABORTED, "the request was aborted")
         if self._fetching is not None and not self._fetching.is_over:
             self.kv_mgr.rank.abort(self._fetching)
+        self._decline()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Another rank has failed: end our part, and have SGLang hold the pages until it is over."""
@@ -110,8 +111,14 @@ class FerryReceiver(BaseKVReceiver):
 
     def clear(self) -> None:
         """SGLang forgets the request."""
-        if self.kv_mgr.receivers.get(self._room) is self:
-            del self.kv_mgr.receivers[self._room]
+        self._decline()
+        self.kv_mgr.forget(self._room, self)
+
+    def _decline(self) -> None:
+        """A lease that was kept alive for this request is not needed: its prefill engine need not keep the pages."""
+        if self._is_held and self._fetching is None and self._lookup.engine is not None:
+            self._is_held = False
+            self.kv_mgr.rank.decline(self._room, self._lookup.engine)
 
     def _advance(self) -> int | None:
         """Do what can be done by now; how the request has ended, if it has."""
@@ -161,5 +168,9 @@ class FerryReceiver(BaseKVReceiver):
             what = "the prefill engine has not said which token follows the prompt"
             hint = "SGLang computes nothing of a prompt on its decode side: prefill with an engine that says it"
             self._error = TransferError(Reason.OUT_OF_RANGE, what, hint=hint)
-        else:
+            return
+        try:
             handoff.write(self.kv_mgr.metadata, self._destination.row, first, self._room)
+        except RuntimeError as error:
+            what = "the first token of the prefill engine does not fit into SGLang's buffers"
+            self._error = TransferError(Reason.MALFORMED, what, found=str(error))

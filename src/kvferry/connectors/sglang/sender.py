@@ -96,8 +96,8 @@ class FerrySender(BaseKVSender):
         self._withdraw()
         if self._error is not None:
             raise self._error
-        reason = self._lease.ended or Reason.ABORTED
-        found = "" if self._lease.ended else "another rank has failed"
+        is_ours = self._lease.ended not in ("", "done")
+        reason, found = (self._lease.ended, "") if is_ours else (Reason.ABORTED, "another rank has failed")
         raise TransferError(reason, f"the cache of room {self._room} was not read: {reason}", found=found)
 
     def abort(self) -> None:
@@ -117,9 +117,16 @@ class FerrySender(BaseKVSender):
             self.kv_mgr.rank.withdraw(self._room)
 
     def _tell(self) -> None:
-        """Tell the agent what is computed by now."""
+        """Tell the agent what is computed by now. What cannot be told ends the request."""
         if self._error is not None or self._lease.ended:
             return
+        try:
+            self._tell_computed()
+        except (FerryError, ValueError) as error:
+            self._withdraw()
+            self._error = TransferError(Reason.MALFORMED, "the first token cannot be sent", found=str(error))
+
+    def _tell_computed(self) -> None:
         while self._sent and self._sent[0].is_computed():
             sent = self._sent.popleft()
             first = None

@@ -89,8 +89,8 @@ class CompletedReads:
         for key, write in lease.writes.items():
             if lease.claims[key.party].direction is Direction.READ:
                 continue
-            note_reached = key.party in lease.completed or (key in lease.digests and lease.digests[key].peer)
-            if lease.live and write.is_written and not note_reached:
+            is_answered = key.party in lease.completed or (key in lease.digests and lease.digests[key].peer)
+            if lease.live and write.is_written and not is_answered:
                 commands += self._answer(write.peer, key, lease, now)
         return commands
 

@@ -44,11 +44,11 @@ class Lookups:
             return
         match message:
             case Welcome(party=party, num_ranks=num_ranks, addresses=addresses):
-                if len(addresses) == num_ranks:
+                if addresses and len(addresses) == num_ranks:
                     yield from self._end(
                         key, Located(key.address, RemoteEngine(party.engine_id, party.epoch, addresses))
                     )
-                elif addresses or num_ranks > 1:
+                elif addresses or num_ranks != 1:
                     what, found = "a source does not name its ranks", f"{len(addresses)} addresses, {num_ranks} ranks"
                     yield from self._fail(key, TransferError(Reason.MALFORMED, what, found=found))
                 else:

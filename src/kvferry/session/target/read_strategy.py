@@ -17,7 +17,7 @@ from kvferry.plan.strategy.cost_model import Counts, Price, counts_of, prices
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.wire.messages import Reason
 
-AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
+AUTO = tuple(Strategy)
 """The cheapest of all."""
 
 
