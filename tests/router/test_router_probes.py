@@ -71,3 +71,15 @@ def test_however_often_traffic_doubts_an_instance_probes_have_a_pause(monkeypatc
 
     asyncio.run(main())
     assert rounds == [0]
+
+
+def test_an_engine_that_says_at_length_that_it_has_no_such_path_is_healthy():
+    async def main():
+        engines = prefill_engine(), decode_engine()
+        for engine in engines:
+            engine.models_status, engine.models = 404, [{"id": "x" * (2 * probes.MAX_INFO_BYTES)}]
+        p, d = engines
+        async with cluster([p], [d], probe_interval_s=0.05) as c, asyncio.timeout(DEADLINE_S):
+            assert (await c.complete()).headers["x-kvferry-path"] == "disaggregated"
+
+    asyncio.run(main())

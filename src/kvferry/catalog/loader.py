@@ -17,8 +17,7 @@ from kvferry.system import os_error_text
 
 _MAX_FILE_BYTES = 4 * 2**20
 
-
-# Their names on the Hugging Face Hub.
+# Names on the Hugging Face Hub of the models whose configs are shipped.
 _HUB_NAMES: Final = {
     "bamba-9b": ("ibm-ai-platform/Bamba-9B-v1", "ibm-fms/Bamba-9B"),
     "deepseek-v2-lite": ("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat"),

@@ -63,7 +63,9 @@ class RouteOptions:
     host: Host = HERE
     port: Annotated[int, common(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000
     http_access: AccessOptions = field(default_factory=AccessOptions)
-    engine_api_key: Annotated[str, access(help="API key to show to engines. Else KVFERRY_ENGINE_API_KEY.")] = ""
+    engine_api_key: Annotated[str, access(help="API key to show to engines. Else KVFERRY_ENGINE_API_KEY.")] = field(
+        default="", repr=False
+    )
     log_format: Annotated[LogFormat, output(help="Format of the log on stderr.")] = LogFormat.PLAIN
     access_log: Annotated[bool, common("--access-log", help="Log every request.")] = False
     otel: Annotated[bool, output("--otel", help="Export OpenTelemetry spans; set OTEL_* variables.")] = False

@@ -76,11 +76,12 @@ def config_of(options: RouteOptions) -> RouterConfig:
 
 def route(options: RouteOptions) -> None:
     """Route until told to stop. Raises ConfigurationError."""
+    # What is wrong with its settings is told as any command tells it, and before anything is opened.
+    config, access = config_of(options), options.http_access.checked()
     log_to_stderr(options.log_format, options.access_log)
     tracing = _tracing(options.otel)
-    # What is wrong with its settings is told before anybody takes it for ready.
-    app = create_app(config_of(options), tracing)
-    served = guarded(app, options.http_access.checked(), app.turn_away)
+    app = create_app(config, tracing)
+    served = guarded(app, access, app.turn_away)
     drain = http.Drain(
         options.drain_timeout,
         app.state.pool.drain,

@@ -133,9 +133,10 @@ def _extra_config(given: dict[str, Any]) -> ExtraConfig:
         extra = msgspec.convert(given, ExtraConfig)
     except msgspec.ValidationError as error:
         known = ", ".join(sorted(set(ExtraConfig.__struct_fields__) - set(IgnoredKeys.__struct_fields__)))
-        raise ConfigurationError(
-            "kv_connector_extra_config is invalid", found=str(error), expected=f"some of {known}"
-        ) from error
+        expected = f"some of {known}" if "unknown field" in str(error) else ""
+        hint = "docs/vllm.md says what each key is, and in which unit"
+        what = "kv_connector_extra_config is invalid"
+        raise ConfigurationError(what, found=str(error), expected=expected, hint=hint) from error
     if extra.backends != ["UCX"]:
         raise ConfigurationError("kvferry uses only NIXL's UCX backend", found=repr(extra.backends), expected='["UCX"]')
     for key in sorted(set(given) & set(IgnoredKeys.__struct_fields__)):

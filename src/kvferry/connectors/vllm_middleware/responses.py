@@ -41,7 +41,9 @@ class HeldResponse:
             outcomes.expect(name)
 
     async def send(self, message: Message) -> None:
-        """The next message of vLLM."""
+        """The next message of vLLM; nothing follows an answer that was replaced."""
+        if self._is_replaced:
+            return
         if self._name and message["type"] == "http.response.start":
             self._head = message
             return

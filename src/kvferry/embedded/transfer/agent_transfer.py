@@ -1,4 +1,4 @@
-"""The `Transfer` of an engine process: offers and fetches on the event loop, carried out by the agent's thread."""
+"""How an engine process moves caches: offers and fetches on the event loop, carried out by the agent's thread."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from kvferry.errors import IncompatibleError, LayoutError, UncoveredError
 from kvferry.plan.description.layout import Layout, Placement, State
 from kvferry.plan.description.span import Span, overlap, uncovered
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenSet, classes, num_lookups
+from kvferry.plan.routing.compatibility import all_states, differences
 
 Box = tuple[Span, ...]
 
@@ -124,57 +125,9 @@ def route(sources: Sequence[Layout], targets: Sequence[Layout]) -> Route:
             raise _nobody_holds(cell, held[cell.state.name])
         replica_sets.setdefault(cell.part.ranks, []).append(cell)
     legs = [leg for ranks, cells in replica_sets.items() for leg in _deal(ranks, cells)]
-    order = {state.name: index for index, state in enumerate(_all_states(targets).values())}
+    order = {state.name: index for index, state in enumerate(all_states(targets).values())}
     legs.sort(key=lambda leg: (leg.target_rank, order[leg.state], leg.box, leg.tokens.spans))
     return Route(tuple(legs), len(sources), len(targets))
-
-
-def differences(sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[str, ...]:
-    """Every way in which the states of two engines differ, in words with both values; empty when they agree."""
-    left, right = _all_states(sources), _all_states(targets)
-    found = [f"state {name}: only the source has it" for name in left if name not in right]
-    found += [f"state {name}: only the target has it" for name in right if name not in left]
-    for name in left.keys() & right.keys():
-        found += _state_differences(left[name], right[name])
-    for side, agreed, layouts in (("source", left, sources), ("target", right, targets)):
-        found += [
-            f"state {state.name}: rank {rank} of the {side} describes it differently from another rank"
-            for rank, layout in enumerate(layouts)
-            for state in _placed(layout)
-            if state != agreed[state.name]
-        ]
-    return tuple(sorted(found))
-
-
-def _state_differences(left: State, right: State) -> list[str]:
-    ours, theirs = _properties(left), _properties(right)
-    return [
-        f"state {left.name}: {what} {ours[what]} at the source, {theirs[what]} at the target"
-        for what in ours
-        if ours[what] != theirs[what]
-    ]
-
-
-def _properties(state: State) -> dict[str, object]:
-    """What two engines must agree on, by its name for people."""
-    return {
-        "dtype": state.dtype,
-        "element size": state.item_bytes,
-        "axes": [axis.name for axis in state.axes],
-        "extents": [axis.extent for axis in state.axes],
-        "token axis": state.per_token,
-        "window": state.window_tokens,
-        "chunks": state.chunk_tokens,
-    }
-
-
-def _all_states(layouts: Sequence[Layout]) -> dict[str, State]:
-    return {state.name: state for layout in layouts for state in _placed(layout)}
-
-
-def _placed(layout: Layout) -> list[State]:
-    named = layout.state_named()
-    return [named[placement.state] for placement in layout.placements]
 
 
 def _tokens_of(layout: Layout, placement: Placement, state: State) -> TokenSet:

@@ -124,5 +124,9 @@ class Prober:
         return EngineInfo(owners, version.version, models=tuple(model.id for model in models.data))
 
     async def _fetch(self, instance: Instance, path: str) -> bytes:
-        response = await self._http.fetch(HttpRequest("GET", instance.url, path, [], b""), MAX_INFO_BYTES)
-        return response.body if response.status == 200 else b""
+        """Nothing of an answer but a 200 is read: an engine without this path may say so at any length."""
+        response = await self._http.send(HttpRequest("GET", instance.url, path, [], b""))
+        try:
+            return await response.whole(MAX_INFO_BYTES) if response.status == 200 else b""
+        finally:
+            response.close()

@@ -117,7 +117,9 @@ class Dispatcher:
     async def relay(self, headers: Headers) -> Event:
         """Pass the opened answer on to the client."""
         request = self.in_flight
-        observe = self._services.metrics.inter_token.labels(request.instance.url).observe
+        inter_token, url = self._services.metrics.inter_token, request.instance.url
+        # An answer in one piece has no time between tokens, and makes no series of them.
+        observe = inter_token.labels(url).observe if request.is_event_stream else _unobserved
         on_tokens = partial(self.timing.piece, observe=observe, progress=request.reservation.progress)
         relay = Relay(request, self._client, self._outcomes, self._usage, on_tokens)
         work = partial(relay.run, headers, self._services.config.max_answer_bytes)
@@ -225,3 +227,7 @@ class Dispatcher:
             # Without streaming the first byte comes after the last token: that would spoil the figure of first tokens.
             phases["decode"] = phases.pop("first_decode")
         metrics.observe_phases(phases, self._outcomes.prefill_url, decode.url)
+
+
+def _unobserved(_: float) -> None:
+    """Where there is nothing to observe."""

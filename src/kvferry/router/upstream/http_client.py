@@ -168,10 +168,12 @@ class HttpClient:
 
     async def aclose(self) -> None:
         """Close all connections, after what is under way in the background: it has time limits of its own."""
-        if self._background:
-            await asyncio.wait(self._background)
-        await self._kept.close()
-        await self._single_use.close()
+        try:
+            if self._background:
+                await asyncio.wait(self._background)
+        finally:
+            await self._kept.close()
+            await self._single_use.close()
         # The event loop closes sockets in its next turn.
         await asyncio.sleep(0)
 
