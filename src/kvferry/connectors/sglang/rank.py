@@ -40,7 +40,6 @@ from kvferry import (
     Reason,
     Reference,
     RemoteEngine,
-    Timing,
     TokenRange,
     new_epoch,
     open_agent,
@@ -48,15 +47,13 @@ from kvferry import (
 )
 from kvferry.connectors.sglang.prefill_engines import PrefillEngines
 from kvferry.connectors.sglang.settings import Settings
+from kvferry.connectors.timing import timing_of
 from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.layout import Layout
 from kvferry.options import digest_policy_named, direction_named, may_switch_direction, staging_named
 
 logger = logging.getLogger(__name__)
 
-# A scheduler computes in the interpreter of its agent: a peer may be slow to answer without being lost.
-HANDSHAKE_S = 45.0
-MISSED_HEARTBEATS = 30
 # Both sides get a request at once: a decode may be faster than a prefill whose scheduler is in a long step.
 EARLY_CLAIM_S = 60.0
 MAX_ENGINE_ID = 64
@@ -113,12 +110,6 @@ def _names(room: int) -> tuple[str, str]:
     return f"room-{room}", f"sglang-room-{room}"
 
 
-def _timing(lease_s: float) -> Timing:
-    return Timing(
-        lease_s=lease_s, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS, early_claim_s=EARLY_CLAIM_S
-    )
-
-
 class Rank:
     """Opens the agent, and keeps what it says. Everything but `hear` is called on the scheduler's thread."""
 
@@ -141,7 +132,7 @@ class Rank:
             settings.host,
             port if ranks.rank == 0 else 0,
             settings.transport,
-            _timing(settings.lease_s),
+            timing_of(settings.lease_s, EARLY_CLAIM_S),
             read_token(settings.token_file),
             digest_policy_named(settings.digest),
             direction_named(settings.transfer_direction),

@@ -12,7 +12,8 @@ import vllm.envs
 from msgspec import Meta
 from vllm.config import VllmConfig
 
-from kvferry import AgentConfig, DigestPolicy, Timing, read_token
+from kvferry import AgentConfig, DigestPolicy, read_token
+from kvferry.connectors.timing import timing_of
 from kvferry.errors import ConfigurationError
 from kvferry.options import (
     STAGING_BYTES,
@@ -27,11 +28,6 @@ from kvferry.options import (
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 32), (0, 32)
-# An agent shares its interpreter and its cores with a rank that computes and polls: a peer may be slow to meet and slow
-# to answer without being lost, and taking it for lost would fail its requests. One whose process has ended is noticed
-# after two heartbeats.
-HANDSHAKE_S = 45.0
-MISSED_HEARTBEATS = 30
 
 
 class IgnoredKeys(msgspec.Struct):
@@ -105,7 +101,7 @@ def settings_of(config: VllmConfig) -> Settings:
     _check_layer_wise(extra, config)
     _check_outputs(config)
     _check_memory(config)
-    timing = Timing(lease_s=extra.kv_lease_duration, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS)
+    timing = timing_of(extra.kv_lease_duration)
     agent = AgentConfig(
         engine_id=transfer.engine_id,
         host=vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST if extra.host is None else extra.host,

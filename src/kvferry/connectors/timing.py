@@ -1,0 +1,17 @@
+"""Deadlines of an agent that shares its interpreter and its cores with a rank that computes."""
+
+from __future__ import annotations
+
+from kvferry import Timing
+
+# A peer may be slow to meet and slow to answer without being lost, and taking it for lost would fail its requests. One
+# whose process has ended is noticed after two heartbeats.
+HANDSHAKE_S = 45.0
+MISSED_HEARTBEATS = 30
+
+
+def timing_of(lease_s: float, early_claim_s: float = Timing().early_claim_s) -> Timing:
+    """For leases of so many seconds; a claim waits `early_claim_s` for a lease that its source does not know yet."""
+    return Timing(
+        lease_s=lease_s, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS, early_claim_s=early_claim_s
+    )
