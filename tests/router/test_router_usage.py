@@ -161,3 +161,15 @@ def test_an_event_without_an_end_is_not_kept_for_ever():
 def test_a_usage_that_comes_with_a_token_is_not_the_final_one(num_before, last):
     events = [frame(chat_chunk("one", usage=usage_of(8))), frame(chat_chunk("two")), frame(last)]
     assert before_final_usage(b"".join(events)) == len(b"".join(events[:num_before]))
+
+
+def test_only_streams_have_a_time_between_tokens():
+    async def main():
+        async with cluster([prefill(0)], [decode(0)]) as c:
+            await told(c, stream=False)
+            before = await c.metrics()
+            await told(c, stream=True)
+            return before, await c.metrics()
+
+    before, after = asyncio.run(main())
+    assert ["kvferry_router_inter_token_seconds_count{" in text for text in (before, after)] == [False, True]

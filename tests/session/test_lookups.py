@@ -52,7 +52,9 @@ def test_whoever_is_there_says_who_it_is(target, num_ranks, addresses, found):
 
 
 def test_a_question_is_repeated_and_given_up(target):
-    steps = [(0.0, REQUEST, [ASK]), (0.1, REQUEST, []), (0.3, Tick(), []), (0.6, Tick(), [ASK]), (0.8, Tick(), [])]
+    play(target, [(0.0, REQUEST, [ASK])])
+    assert target.next_deadline(0.0) <= TIMING.resend_s
+    steps = [(0.1, REQUEST, []), (0.3, Tick(), []), (0.6, Tick(), [ASK]), (0.8, Tick(), [])]
     *_, failed = play(target, [*steps, (5.0, Tick(), [Disconnect(NOBODY), LocateFailed])])
     assert failed.error.reason == m.Reason.DEADLINE
     assert target.next_deadline(6.0) == float("inf")

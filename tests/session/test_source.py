@@ -8,13 +8,12 @@ from session_cases import SOURCE as US
 from session_cases import SOURCE_LAYOUT as LAYOUT
 from session_cases import TARGET as READER
 
-from kvferry.errors import IllegalEventError, TransferError
+from kvferry.errors import IllegalEventError
 from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT, Prompt
 from kvferry.plan.description.span import Span
 from kvferry.session.commands import Count, LeaseEnded, Reply
 from kvferry.session.events import LeaseRequest, LeaseWithdrawn, Tick
-from kvferry.session.refusals import refuse
 from kvferry.session.source.early_messages import MAX_EARLY, MAX_EARLY_OF_ONE
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.lease import LEASE_TABLE, LeaseState
@@ -22,7 +21,6 @@ from kvferry.session.source.session import SourceSession
 from kvferry.session.state_machine import StateMachine, diagram
 from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
-from kvferry.wire.codec import decode, encode
 
 TIMING = Timing(lease_s=10.0, handshake_s=5.0, tombstone_s=60.0)
 OTHER_READER = m.Party("d0", "epoch-9", 1)
@@ -400,9 +398,3 @@ def test_a_read_goes_on_after_its_lease_until_the_record_is_forgotten(source, en
     assert source.may_be_read(12.0)
     source.handle(Tick(), 72.0)
     assert not source.may_be_read(72.0)
-
-
-def test_what_others_have_said_is_cut_to_what_can_be_sent():
-    """A refusal that does not decode would cost the peer all its fetches from here."""
-    (reply, _) = refuse("x", TransferError(m.Reason.UNREACHABLE, "w" * 5000, found="f" * 5000, expected="e" * 5000))
-    assert decode(encode(reply.message)) == reply.message

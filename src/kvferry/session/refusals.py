@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from kvferry.errors import FerryError, TransferError
 from kvferry.session.commands import Command, Count, Reply
-from kvferry.wire.messages import MAX_TEXT, Reason, Refusal
+from kvferry.wire.messages import Reason, Refusal
 
 
 def refuse(peer: str, error: FerryError, claim_id: str = "") -> list[Command]:
-    """Tell a peer why something cannot be, and count it. What others have said may be longer than what can be sent."""
+    """Tell a peer why something cannot be, and count it."""
     wrong = as_transfer_error(error)
-    what, found, expected = (text[:MAX_TEXT] for text in (wrong.what, wrong.found, wrong.expected))
-    refusal = Refusal(Reason(wrong.reason), what, found, expected, claim_id)
+    refusal = Refusal(Reason(wrong.reason), wrong.what, wrong.found, wrong.expected, claim_id)
     return [Reply(peer, refusal), Count("refusals_sent", refusal.reason)]
 
 

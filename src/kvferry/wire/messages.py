@@ -25,8 +25,7 @@ from kvferry.plan.strategy.strategies import Strategy
 WIRE_VERSION = 8
 
 Name = Annotated[str, Meta(max_length=256)]
-MAX_TEXT = 4096
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Text = Annotated[str, Meta(max_length=4096)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 # Of any memory: a device's can lie far beyond what a processor's programs use.
