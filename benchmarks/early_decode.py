@@ -5,7 +5,7 @@
 Two embedded engines behind two routers, one with `--early-decode-from`. Real tokens of a small model are computed and
 its cache (16 KiB per token) really moves; a step of prefill lasts as long as `--step` says, so that two cores do both.
 The two routers take turns with prompts of the same length, one request at a time. *Handover* is what the first token
-takes longer than the prefill leg alone. Prints JSON; medians in milliseconds.
+takes longer than the prefill request alone. Prints JSON; medians in milliseconds.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def measured(site: Site, num_tokens: int, repeats: int, draw: random.Random) -> 
     found: dict[str, list[float]] = {"prefill": [], "late": [], "early": []}
     for number in range(repeats + 1):
         prompt = [draw.randrange(100, 200) for _ in range(num_tokens)]
-        # A prefill leg that nobody follows would keep its blocks for the length of a lease, until there are none left.
+        # A prefill request that nobody follows would keep its blocks for as long as its lease lasts.
         alone = {"prompt": prompt, "max_tokens": 1, "stream": False}
         whole = {"prompt": prompt, "max_tokens": 4, "stream": True}
         times = {

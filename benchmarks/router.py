@@ -31,7 +31,7 @@ def ask(load: Load) -> Outcome:
 
 
 def latency(port: int, pid: int, engines: tuple[int, int], options: argparse.Namespace) -> dict[str, Any]:
-    """Times to the first byte at RATE requests/s, and those of the same two legs without any router, just before."""
+    """Times to the first byte at RATE requests/s, and of the same two requests without a router just before."""
     num, keeps = int(RATE * options.seconds), options.connections == "kept"
     ask(Load((port,), WARM_UP, RATE, LATENCY_TOKENS))
     direct = ask(Load(engines, num, RATE, LATENCY_TOKENS, keeps=keeps))

@@ -1,8 +1,8 @@
 """A server that streams and computes nothing: what a router is measured against costs as little as it can.
 
-`python benchmarks/router_engine.py TOKENS GAP_MS` prints its port. It speaks HTTP/1.1 and the two legs of vLLM's
-connectors: a prefill leg gets `kv_transfer_params` at once, everything else so many events, so far apart. Where a
-prompt says so (`FAIL`, `CUT`), a prefill leg gets 500 and a stream breaks off in its middle.
+`python benchmarks/router_engine.py TOKENS GAP_MS` prints its port. It speaks HTTP/1.1 and the two requests of vLLM's
+connectors: a prefill request gets `kv_transfer_params` at once, everything else so many events, so far apart. Where a
+prompt says so (`FAIL`, `CUT`), a prefill request gets 500 and a stream breaks off in its middle.
 """
 
 from __future__ import annotations

@@ -22,14 +22,14 @@ MARKS = {"prefill fails": "FAIL", "the stream breaks off": "CUT"}
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Ask `legs`, ports that are asked one after the other, `rate` times a second for `num` requests.
+    """Ask `ports`, which are asked one after the other, `rate` times a second for `num` requests.
 
-    One leg is a router, two are a prefill and a decode engine. `rate` 0 begins all requests within `ramp_s`. A share
+    One port is a router, two are a prefill and a decode engine. `rate` 0 begins all requests within `ramp_s`. A share
     of `trouble` of them has one of `TROUBLES` each. With `keeps` connections are used again, like those of a library
     client; else each request has a new one.
     """
 
-    legs: tuple[int, ...]
+    ports: tuple[int, ...]
     num: int
     rate: float
     num_tokens: int
@@ -110,10 +110,10 @@ async def _one(load: Load, connections: Connections, trouble: str, outcome: Outc
     began = time.perf_counter()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            for port in load.legs[:-1]:
+            for port in load.ports[:-1]:
                 await _ask(connections, port, _body(True), load.num_tokens, NONE)
             body = b"{" if trouble == "the body is not valid JSON" else _body(False, MARKS.get(trouble, ""))
-            outcome.first_s.append(await _ask(connections, load.legs[-1], body, load.num_tokens, trouble) - began)
+            outcome.first_s.append(await _ask(connections, load.ports[-1], body, load.num_tokens, trouble) - began)
     except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
         outcome.errors.append(repr(error)[:200])
     finally:

@@ -37,8 +37,8 @@ class Subject:
 
 def subjects(example: str, example_python: str, vllm_router: str) -> list[Subject]:
     """Ours, and the others as far as they are there."""
-    legs = ("--prefill", "http://127.0.0.1:PREFILL", "--decode", "http://127.0.0.1:DECODE")
-    ours = (sys.executable, "-m", "kvferry.cli.main", "route", "--port", "PORT", *legs)
+    engines = ("--prefill", "http://127.0.0.1:PREFILL", "--decode", "http://127.0.0.1:DECODE")
+    ours = (sys.executable, "-m", "kvferry.cli.main", "route", "--port", "PORT", *engines)
     found = [Subject("kvferry route", ours, "this package")]
     if example:
         words = ("--port", "PORT", "--prefiller-ports", "PREFILL", "--decoder-ports", "DECODE")
@@ -48,7 +48,7 @@ def subjects(example: str, example_python: str, vllm_router: str) -> list[Subjec
     if vllm_router:
         flags = ("--vllm-pd-disaggregation", "--host", "127.0.0.1", "--port", "PORT", "--policy", "round_robin")
         # Its counters want a port too; the next one after a free one is as good as any.
-        found.append(Subject("vllm-router", (vllm_router, *flags, *legs), "the Rust router of PyPI, round robin"))
+        found.append(Subject("vllm-router", (vllm_router, *flags, *engines), "the Rust router of PyPI, round robin"))
     return found
 
 

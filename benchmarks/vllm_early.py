@@ -1,10 +1,11 @@
-"""Two real vLLM servers: decode legs that begin when the prefill leg has ended, and beside it.
+"""Two real vLLM servers: decode requests that begin when the prefill request has ended, and beside it.
 
     python benchmarks/vllm_early.py > benchmarks/results/vllm_early.json        # in the environment of `make test-vllm`
 
-Prompts are computed in steps of 1,024 tokens. Both kinds of leg take turns, one request at a time; *handover* is from
-the end of the prefill leg to the first token of the decode leg, *whole* from the request to that token. Prints JSON;
-medians in milliseconds, with the floor of `vllm_pd.py`: the first token of a decode server that has it all cached.
+Prompts are computed in steps of 1,024 tokens. Late and early decode take turns, one request at a time; *handover* is
+from the end of the prefill request to the first token of the decode request, *whole* from the request to that token.
+Prints JSON; medians in milliseconds, with the floor of `vllm_pd.py`: the first token of a decode server that has it all
+cached.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_pd import CACHE_BYTES, both_legs, cached, first_token, questions
+from vllm_pd import CACHE_BYTES, both_requests, cached, first_token, questions
 
 from proxy import Question, open_request  # isort: skip  (where it lies is known to vllm_pd)
 from servers import Pair, PairSpec, ServerSpec  # isort: skip
@@ -39,8 +40,8 @@ EARLY = {"do_remote_decode": True, "do_remote_prefill": False, "kvferry": {"earl
 SERVER = ServerSpec("kv_both", cache_bytes=CACHE_BYTES, flags=("--max-num-batched-tokens", "1024"))
 
 
-def early_legs(pair: Pair, question: Question) -> tuple[float, float]:
-    """Seconds of the prefill leg, and from its end to the decode leg's first token."""
+def early_decode(pair: Pair, question: Question) -> tuple[float, float]:
+    """Seconds of the prefill request, and from its end to the decode request's first token."""
     began = time.perf_counter()
     connection = open_request(pair.prefill, question, question.body(1, EARLY) | {"stream": True})
     try:
@@ -48,11 +49,11 @@ def early_legs(pair: Pair, question: Question) -> tuple[float, float]:
         params = json.loads(next(events))["kv_transfer_params"]
         with ThreadPoolExecutor(1) as pool:
             asked_s = time.perf_counter() - began
-            leg = pool.submit(first_token, pair.decode, question, question.body(4, params))
+            decoding = pool.submit(first_token, pair.decode, question, question.body(4, params))
             for _ in events:
                 pass
             prefill_s = time.perf_counter() - began
-            return prefill_s, asked_s + leg.result() - prefill_s
+            return prefill_s, asked_s + decoding.result() - prefill_s
     finally:
         connection.close()
 
@@ -69,8 +70,8 @@ def measured(pair: Pair, size: int, repeats: int, dice: random.Random) -> dict[s
     found: dict[str, list[float]] = {}
     for number in range(repeats + 1):
         late, early = questions(size, 2, dice)
-        sample = both_legs(pair, late)
-        prefill_s, handover_s = early_legs(pair, early)
+        sample = both_requests(pair, late)
+        prefill_s, handover_s = early_decode(pair, early)
         times = {
             "whole after": sample.prefill + sample.handover,
             "whole beside": prefill_s + handover_s,

@@ -6,8 +6,8 @@ Three variants take turns: ours, the stock one as shipped, and the stock one wit
 (`neutralised/`), which on a machine with few cores is the real peer. All times are what a client sees, in ms, medians:
 
 * alone: first token of one server that does everything;
-* overhead: first token after both legs, minus alone;
-* handover: from the end of the prefill leg to the first token of the decode leg;
+* overhead: first token after both requests, minus alone;
+* handover: from the end of the prefill request to the first token of the decode request;
 * floor: first token of the decode server when it has the whole prompt cached: a handover that moves nothing. Prompts
   are one token longer than whole blocks, so that in both cases one token is computed.
 
@@ -96,7 +96,7 @@ def whole(server: Server, question: Question, body: dict[str, Any]) -> tuple[flo
     return time.perf_counter() - began, json.loads(text)
 
 
-def both_legs(pair: Pair, question: Question) -> Sample:
+def both_requests(pair: Pair, question: Question) -> Sample:
     prefill_s, answer = whole(pair.prefill, question, question.body(1, REMOTE_DECODE))
     handover_s = first_token(pair.decode, question, question.body(4, answer["kv_transfer_params"]))
     return Sample(prefill_s, handover_s)
@@ -123,19 +123,19 @@ def at_once(number: int, work: Callable[[Question], Any], asked: list[Question])
 
 def measure(pair: Pair, repeats: int, dice: random.Random) -> dict[str, dict[str, list[float]]]:
     """Per size and concurrency, the times of every request."""
-    at_once(1, lambda question: both_legs(pair, question), questions(300, 2, dice))
+    at_once(1, lambda question: both_requests(pair, question), questions(300, 2, dice))
     found: dict[str, dict[str, list[float]]] = {}
     for size in SIZES:
         for number in CONCURRENCY:
             num_requests = repeats if number == 1 else number
             plain = at_once(number, lambda q: alone(pair, q), questions(size, num_requests, dice))
             asked = questions(size, num_requests, dice)
-            legs = at_once(number, lambda q: both_legs(pair, q), asked)
+            samples = at_once(number, lambda q: both_requests(pair, q), asked)
             again = at_once(number, lambda q: cached(pair, q), asked)
             found[f"{size} tokens, {number} at once"] = {
                 "alone": plain,
-                "both": [sample.prefill + sample.handover for sample in legs],
-                "handover": [sample.handover for sample in legs],
+                "both": [sample.prefill + sample.handover for sample in samples],
+                "handover": [sample.handover for sample in samples],
                 "floor": again,
             }
     return found

@@ -58,7 +58,7 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 def wants_early(params: Mapping[str, object]) -> bool:
-    """Whether a prefill leg is asked for its reference as soon as it has begun: `{"kvferry": {"early": true}}`."""
+    """Whether a prefill request is asked for its reference as soon as it has begun: `{"kvferry": {"early": true}}`."""
     ours = params.get("kvferry")
     return isinstance(ours, dict) and ours.get("early") is True
 

@@ -1,4 +1,4 @@
-"""When an early leg's caller hears of its promise: when vLLM computes for it, and before anything else it says."""
+"""When an early prefill's caller hears of its promise: when vLLM computes for it, and before anything else it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Early legs in our middleware, with a stand-in for vLLM: what vLLM reads, and what the caller hears first."""
+"""Early prefills in our middleware, with a stand-in for vLLM: what vLLM reads, and what the caller hears first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from test_vllm_middleware import CHAT, COMPLETIONS, FACTS, STREAM, WHOLE, Vllm
 
 from kvferry.connectors.early_lease import Promise, unsealed
 from kvferry.connectors.vllm_middleware.buffered_request import BufferedRequest
-from kvferry.connectors.vllm_middleware.early import EarlyLeg
+from kvferry.connectors.vllm_middleware.early import EarlyPrefill
 from kvferry.kv_transfer_params import from_params
 
 KEY = "k" * 64
@@ -22,10 +22,10 @@ RANKS = [
 ]
 EARLY = {"do_remote_decode": True, "do_remote_prefill": False, "kvferry": {"early": True}}
 ASK: dict[str, Any] = {"model": "m", "prompt": [1, 2], "stream": True, "seed": 12345678901234567890, "n": 1}
-LEG = {**ASK, "kv_transfer_params": EARLY}
+PREFILL = {**ASK, "kv_transfer_params": EARLY}
 
 
-def early(body: object = LEG, path: str = COMPLETIONS, headers: dict[str, str] | None = None, **vllm: Any) -> Vllm:
+def early(body: object = PREFILL, path: str = COMPLETIONS, headers: dict[str, str] | None = None, **vllm: Any) -> Vllm:
     served = Vllm(**{"says": STREAM, "workers": RANKS, **vllm})
     served.ask(path, body, headers)
     return served
@@ -86,8 +86,8 @@ def test_the_length_of_the_body_is_that_of_the_new_one():
         await app(scope, opened.receive, send)
 
     served.middleware._app = noting
-    size = str(len(json.dumps(LEG)))
-    served.ask(COMPLETIONS, LEG, {"Content-Length": size, "Transfer-Encoding": "chunked", "X-Request-Id": "r"})
+    size = str(len(json.dumps(PREFILL)))
+    served.ask(COMPLETIONS, PREFILL, {"Content-Length": size, "Transfer-Encoding": "chunked", "X-Request-Id": "r"})
     ((headers, length),) = lengths
     assert headers == {b"content-length": str(length).encode(), b"x-request-id": b"r"}
 
@@ -97,7 +97,7 @@ def test_no_two_have_the_same_name_or_lease_and_the_workers_are_asked_once():
     found = set()
     for _ in range(3):
         served.sent.clear()
-        served.ask(COMPLETIONS, LEG)
+        served.ask(COMPLETIONS, PREFILL)
         params = first_event(served)["kv_transfer_params"]
         found |= {params["remote_request_id"], params["kvferry"]["lease_id"]}
     assert len(found) == 6
@@ -106,7 +106,7 @@ def test_no_two_have_the_same_name_or_lease_and_the_workers_are_asked_once():
 
 def test_a_client_cannot_choose_what_it_is_promised():
     theirs = {"early": True, "name": "mine", "lease_id": "mine", "seal": "mine", "key": KEY}
-    served = early({**LEG, "kv_transfer_params": {**EARLY, "kvferry": theirs}})
+    served = early({**PREFILL, "kv_transfer_params": {**EARLY, "kvferry": theirs}})
     assert "mine" not in json.dumps(read(served))
     assert unsealed(read(served)["kv_transfer_params"], KEY) is not None
 
@@ -126,14 +126,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "several prompts": ({"prompt": ["a", "b"]}, "found: prompt"),
     "several prompts of ids": ({"prompt": [[1], [2]]}, "found: prompt"),
     "a prompt that is no text": ({"prompt_embeds": "AAAA"}, "found: prompt_embeds"),
-    "both legs": ({"kv_transfer_params": {**EARLY, "do_remote_prefill": True}}, "prefill and decode at once"),
+    "both requests": ({"kv_transfer_params": {**EARLY, "do_remote_prefill": True}}, "prefill and decode at once"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_reference_cannot_stand_for_this(name):
     changed, words = REFUSED[name]
-    served = early({**LEG, **changed})
+    served = early({**PREFILL, **changed})
     status, body = served.answer
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
     assert words in body["error"]["message"]
@@ -142,15 +142,18 @@ def test_one_reference_cannot_stand_for_this(name):
 
 @pytest.mark.parametrize("changed", [{"n": None, "best_of": 1, "use_beam_search": False}, {"prompt": [[1, 2]]}])
 def test_what_asks_for_one_answer_in_more_words_is_fine(changed):
-    assert first_event(early({**LEG, **changed}))["choices"] == []
+    assert first_event(early({**PREFILL, **changed}))["choices"] == []
 
 
 OTHERS: dict[str, Any] = {
-    "no leg": {**ASK, "note": "do_remote_decode early"},
-    "a plain prefill leg": {**ASK, "kv_transfer_params": {"do_remote_decode": True}, "note": "early"},
-    "a decode leg": {**LEG, "kv_transfer_params": {**EARLY, "do_remote_decode": False, "do_remote_prefill": True}},
-    "early in other words": {**LEG, "kv_transfer_params": {**EARLY, "kvferry": {"early": 1}}},
-    "params of another type": {**LEG, "kv_transfer_params": ["do_remote_decode", "early"]},
+    "not for prefill": {**ASK, "note": "do_remote_decode early"},
+    "a plain prefill request": {**ASK, "kv_transfer_params": {"do_remote_decode": True}, "note": "early"},
+    "a decode request": {
+        **PREFILL,
+        "kv_transfer_params": {**EARLY, "do_remote_decode": False, "do_remote_prefill": True},
+    },
+    "early in other words": {**PREFILL, "kv_transfer_params": {**EARLY, "kvferry": {"early": 1}}},
+    "params of another type": {**PREFILL, "kv_transfer_params": ["do_remote_decode", "early"]},
     "no object": ["do_remote_decode", "early"],
     "no JSON": b'{"do_remote_decode": "early"',
     "not UTF-8": b'{"do_remote_decode": "early\xff"}',
@@ -215,7 +218,7 @@ def test_a_client_that_leaves_while_it_asks_is_vllms_to_notice():
         heard.extend([(await receive())["type"], (await receive())["type"]])
 
     served.middleware._app = waiting
-    served.ask(COMPLETIONS, LEG)
+    served.ask(COMPLETIONS, PREFILL)
     assert heard == ["http.request", "http.disconnect"]
 
 
@@ -263,16 +266,16 @@ def test_a_body_is_not_kept_while_its_answer_lasts():
 
     async def looking(scope, receive, send):
         gc.collect()
-        alive = [one for one in gc.get_objects() if type(one) in (BufferedRequest, EarlyLeg)]
+        alive = [one for one in gc.get_objects() if type(one) in (BufferedRequest, EarlyPrefill)]
         seen.append([(type(one), one.body, one._messages) for one in alive])
 
-    for body in ({**LEG, "prompt": "x" * 1000}, ASK):
+    for body in ({**PREFILL, "prompt": "x" * 1000}, ASK):
         asked_in_pieces([json.dumps(body).encode()], looking)
     assert seen == [[(BufferedRequest, b"", [])]] * 2
 
 
 def test_a_body_that_is_too_large_to_be_looked_at_is_vllms(monkeypatch):
     monkeypatch.setattr("kvferry.connectors.vllm_middleware.middleware.MAX_BODY_BYTES", 100)
-    served = early({**LEG, "prompt": "x" * 200})
+    served = early({**PREFILL, "prompt": "x" * 200})
     assert served.sent == STREAM
     assert read(served)["kv_transfer_params"] == EARLY

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connectors.vllm_middleware import FerryMiddleware
-from kvferry.connectors.vllm_middleware.legs import leg_of
+from kvferry.connectors.vllm_middleware.request_names import names_of
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes
 from kvferry.connectors.vllm_middleware.workers import Workers
 from kvferry.kv_transfer_params import to_params
@@ -22,7 +22,7 @@ from kvferry.router.telemetry.request_timing import told_phases
 from kvferry.wire.messages import Reference
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LEG = {"model": "m", "prompt": [1, 2], "kv_transfer_params": {"do_remote_prefill": True, "remote_port": 7}}
+DECODE = {"model": "m", "prompt": [1, 2], "kv_transfer_params": {"do_remote_prefill": True, "remote_port": 7}}
 OK_HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"2"), (b"x-request-id", b"r")]
 STREAM_HEADERS = [(b"content-type", b"text/event-stream")]
 WHOLE = [
@@ -129,7 +129,7 @@ class Vllm:
         return self.sent[0]["status"], json.loads(b"".join(message["body"] for message in self.sent[1:]))
 
 
-def asked(path=COMPLETIONS, body=LEG, request_id="r", **vllm) -> Vllm:
+def asked(path=COMPLETIONS, body=DECODE, request_id="r", **vllm) -> Vllm:
     served = Vllm(**vllm)
     served.ask(path, body, {"X-Request-Id": request_id} if request_id else {})
     assert len(served.outcomes) == 0
@@ -148,13 +148,13 @@ def test_an_answer_tells_that_its_cache_was_received_and_how_long_it_took(path, 
     assert told_phases(served.sent[0]["headers"]) == FETCHED.phases_s
     assert served.sent[0]["headers"][: len(says[0]["headers"])] == says[0]["headers"]
     assert served.sent[1:] == says[1:]
-    assert json.loads(served.seen[0]) == LEG
+    assert json.loads(served.seen[0]) == DECODE
 
 
 def test_a_server_may_be_below_a_path_of_its_own():
     """vLLM's `--root-path`."""
     served = Vllm(noted={IDS[COMPLETIONS]: FETCHED})
-    served.ask(f"/below{COMPLETIONS}", LEG, {"X-Request-Id": "r"}, root_path="/below")
+    served.ask(f"/below{COMPLETIONS}", DECODE, {"X-Request-Id": "r"}, root_path="/below")
     assert served.headers["x-kvferry-cache"] == "received"
 
 
@@ -194,13 +194,15 @@ def test_an_error_that_came_after_the_cache_is_vllms(says):
 
 
 OTHERS = {
-    "no leg": {"body": {"model": "m", "prompt": "x"}},
-    "a prefill leg": {"body": {**LEG, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}},
+    "for one engine alone": {"body": {"model": "m", "prompt": "x"}},
+    "a prefill request": {
+        "body": {**DECODE, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    },
     "a word in the prompt": {"body": {"model": "m", "prompt": "do_remote_prefill"}},
     "no object": {"body": b'["do_remote_prefill"'},
     "half a character": {"body": b'{"do_remote_prefill": "\xed\xa0\x80"}'},
     "a type of its own": {"body": {"kv_transfer_params": {"do_remote_prefill": "yes"}}},
-    "a large one": {"body": {**LEG, "prompt": "x" * 200}},
+    "a large one": {"body": {**DECODE, "prompt": "x" * 200}},
     "no id": {"request_id": ""},
     "another id": {"request_id": "s"},
     "several at once": {"noted": {"cmpl-r-0-12345678": LOST, "cmpl-r-0-87654321": FETCHED}},
@@ -209,7 +211,7 @@ OTHERS = {
 
 
 # Of these it is known that no other engine was asked for a cache. The last one is nothing that vLLM answers with 200.
-NO_LEGS = ("no leg", "a prefill leg", "a word in the prompt", "half a character")
+LOCALS = ("for one engine alone", "a prefill request", "a word in the prompt", "half a character")
 
 
 @pytest.mark.parametrize("says", [WHOLE, STREAM, BROKEN, BROKEN_STREAM], ids=["whole", "streamed", "500", "broken"])
@@ -218,10 +220,10 @@ def test_an_answer_of_which_nothing_is_known_passes_unchanged(name, says, monkey
     monkeypatch.setattr("kvferry.connectors.vllm_middleware.middleware.MAX_BODY_BYTES", 200)
     served = asked(**{"says": says, "noted": {IDS[COMPLETIONS]: LOST}, **OTHERS[name]})
     assert served.passed == says
-    assert (LOCAL in served.sent[0]["headers"]) == (name in NO_LEGS and says[0]["status"] == 200)
+    assert (LOCAL in served.sent[0]["headers"]) == (name in LOCALS and says[0]["status"] == 200)
 
 
-@pytest.mark.parametrize(("body", "sent"), [(LEG, [0, 2, 3]), ({"prompt": "x"}, [1, 2, 3])], ids=["leg", "other"])
+@pytest.mark.parametrize(("body", "sent"), [(DECODE, [0, 2, 3]), ({"prompt": "x"}, [1, 2, 3])], ids=["decode", "other"])
 def test_only_the_head_waits_and_only_for_the_first_of_the_body(body, sent):
     served, counts = Vllm(), []
 
@@ -248,7 +250,7 @@ def test_an_app_that_fails_before_it_answers_leaves_nothing_behind():
 
     served.middleware = FerryMiddleware(app, served.outcomes)
     with pytest.raises(ValueError, match="a defect"):
-        served.ask(COMPLETIONS, LEG, {"X-Request-Id": "r"})
+        served.ask(COMPLETIONS, DECODE, {"X-Request-Id": "r"})
     assert (served.sent, len(served.outcomes)) == ([], 0)
 
 
@@ -271,10 +273,10 @@ def test_what_is_no_request_and_what_is_no_door_of_ours_is_vllms():
 
 
 def test_the_callers_header_goes_before_the_bodys_id():
-    body = json.dumps({**LEG, "request_id": "of-body"}).encode()
-    assert leg_of(CHAT, None, body).decode_name == "chatcmpl-of-body"
-    assert leg_of(COMPLETIONS, "given", body).decode_name == "cmpl-given-0"
-    assert leg_of(COMPLETIONS, None, json.dumps(LEG).encode()).decode_name == ""
+    body = json.dumps({**DECODE, "request_id": "of-body"}).encode()
+    assert names_of(CHAT, None, body).decode_name == "chatcmpl-of-body"
+    assert names_of(COMPLETIONS, "given", body).decode_name == "cmpl-given-0"
+    assert names_of(COMPLETIONS, None, json.dumps(DECODE).encode()).decode_name == ""
 
 
 @pytest.mark.parametrize(
@@ -282,13 +284,13 @@ def test_the_callers_header_goes_before_the_bodys_id():
 )
 def test_a_body_that_makes_no_sense_is_vllms_to_refuse(text):
     body = '{"kv_transfer_params": {"do_remote_prefill": true}, ' + text + "}"
-    assert leg_of(CHAT, "given", body.encode("latin-1")).decode_name == ""
+    assert names_of(CHAT, "given", body.encode("latin-1")).decode_name == ""
 
 
 @given(st.text(min_size=1), st.text("0123456789abcdef", min_size=8, max_size=8))
 def test_any_id_is_found_with_and_without_vllms_random_characters(given_id, random):
     outcomes = FetchOutcomes()
-    name = leg_of(CHAT, given_id, json.dumps(LEG).encode()).decode_name
+    name = names_of(CHAT, given_id, json.dumps(DECODE).encode()).decode_name
     for request_id in (f"{name}-{random}", name):
         outcomes.expect(name)
         outcomes.note(request_id, LOST)
@@ -372,12 +374,12 @@ def test_the_cache_of_a_prefill_whose_client_left_just_before_its_answer_is_not_
 
 
 def test_other_answers_are_sent_without_a_look_at_the_client():
-    for body in (LEG, {"prompt": "a"}):
+    for body in (DECODE, {"prompt": "a"}):
         served = asked(body=body, says=WHOLE, leaves=True)
         assert (len(served.seen), len(served.sent)) == (1, 2)
 
 
-@pytest.mark.parametrize(("body", "status"), [(PREFILL, 200), (PREFILL, 400), (LEG, 500), ({"prompt": "a"}, 500)])
+@pytest.mark.parametrize(("body", "status"), [(PREFILL, 200), (PREFILL, 400), (DECODE, 500), ({"prompt": "a"}, 500)])
 def test_nothing_else_is_forsaken(body, status):
     assert len(asked(body=body, says=head(status), workers=[True]).seen) == 1
 

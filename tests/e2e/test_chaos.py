@@ -22,7 +22,7 @@ LEASE_S = 6.0
 PREFILL_TIMEOUT_S = 6.0
 STALL_S = 6.0
 MAX_GROWTH_BYTES = 32 << 20
-PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 EVENTS = 'kvferry_agent_events_total{{reason="{}",what="fetches_failed"}}'
 RELEASES = 'kvferry_router_releases_total{{reason="{}"}}'
 seeds = itertools.count(100)
@@ -74,12 +74,12 @@ def works(site, num_tokens=40):
 
 
 def prefill(site, prompt):
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": PREFILL_LEG}
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
     return post(f"{site.p.url}/v1/completions", body)["kv_transfer_params"]
 
 
 def decode(site, prompt, params):
-    """The decode leg alone, under way."""
+    """The decode request alone, under way."""
     return Asking(site.d.url, {"prompt": prompt, "max_tokens": 12, "kv_transfer_params": params})
 
 
@@ -284,7 +284,7 @@ def test_a_client_that_leaves_during_prefill(site):
     expect_both_free(site, asking.leave(), "during prefill")
 
 
-def test_a_client_that_leaves_between_the_legs(site):
+def test_a_client_that_leaves_between_prefill_and_decode(site):
     """The cache is computed and nobody has claimed it: the router tells the prefill engine that nobody will."""
     with site.d.stopped():
         answered = 'kvferry_engine_requests_total{leg="prefill",status="200"}'
@@ -295,9 +295,9 @@ def test_a_client_that_leaves_between_the_legs(site):
         assert site.p.num_granted > 0
         left = asking.leave()
         site.p.until_free()
-        print(f"\nleft between the legs: source free after {since(left)}", end="")
+        print(f"\nleft between prefill and decode: source free after {since(left)}", end="")
         assert metric(site.router.url, RELEASES.format("client_left")) == releases + 1
-    expect_both_free(site, left, "between the legs")
+    expect_both_free(site, left, "between prefill and decode")
 
 
 def test_a_client_that_leaves_during_the_transfer(site):

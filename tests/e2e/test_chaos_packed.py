@@ -13,7 +13,7 @@ from test_main_job import prompt_of
 pytestmark = pytest.mark.slow
 
 LEASE_S = 4.0
-PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def works(site):
 
 
 def read(site, prompt):
-    """The decode leg of a prompt that is computed, under way."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": PREFILL_LEG}
+    """The decode request of a prompt that is computed, under way."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
     params = post(f"{site.p.url}/v1/completions", body)["kv_transfer_params"]
     return Asking(site.d.url, {"prompt": prompt, "max_tokens": 12, "kv_transfer_params": params})
 

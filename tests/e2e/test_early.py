@@ -1,4 +1,4 @@
-"""The decode leg begins while the prefill leg is still computing: the same answer, from bytes that came meanwhile.
+"""Decode begins while prefill is still computing: the same answer, from bytes that came meanwhile.
 
 The prefill engine's last step can be kept back, so that "before the prefill is done" is certain.
 """
@@ -70,10 +70,10 @@ def nothing_is_lost(site):
 
 
 def begun(site, prompt):
-    """The prefill leg, under way, and the reference that it began with."""
-    leg = Asking(site.p.url, {"prompt": prompt, "max_tokens": 1, "stream": True, "kv_transfer_params": EARLY})
-    eventually(lambda: b"\n\n" in leg.text, "the prefill leg has begun")
-    return leg, json.loads(leg.text.partition(b"\n\n")[0].removeprefix(b"data: "))["kv_transfer_params"]
+    """The prefill request, under way, and the reference that it began with."""
+    prefill = Asking(site.p.url, {"prompt": prompt, "max_tokens": 1, "stream": True, "kv_transfer_params": EARLY})
+    eventually(lambda: b"\n\n" in prefill.text, "the prefill request has begun")
+    return prefill, json.loads(prefill.text.partition(b"\n\n")[0].removeprefix(b"data: "))["kv_transfer_params"]
 
 
 def decoding(engine, prompt, params):
@@ -94,9 +94,9 @@ def until_sent(site, before, num_tokens):
     eventually(lambda: moved() >= num_tokens * BYTES_PER_TOKEN, f"{num_tokens} tokens are sent")
 
 
-def expect_end(leg, prompt, expected):
-    """The prefill leg has ended as ever."""
-    *_, last, done = leg.lines()
+def expect_end(prefill, prompt, expected):
+    """The prefill request has ended as ever."""
+    *_, last, done = prefill.lines()
     assert done == b"[DONE]"
     last = json.loads(last)
     assert tokens_of(last) == expected[:1]
@@ -109,11 +109,11 @@ def test_the_answer_is_that_of_one_engine(site, way):
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=1)
     expected = alone(target, prompt)
     for _ in range(2):
-        leg, params = begun(site, prompt)
+        prefill, params = begun(site, prompt)
         answer = decoding(target, prompt, params).answer()
         assert tokens_of(answer) == expected
         assert (answer["kvferry"]["recomputed"], answer["kvferry"]["tokens_computed"]) == ("", 1)
-        expect_end(leg, prompt, expected)
+        expect_end(prefill, prompt, expected)
 
 
 def test_what_a_layer_has_computed_may_leave_before_its_step_has_ended(site, tiny_model, tmp_path):
@@ -126,11 +126,11 @@ def test_what_a_layer_has_computed_may_leave_before_its_step_has_ended(site, tin
         target, prompt = site.targets["push"], prompt_of(NUM_TOKENS, seed=10)
         expected = alone(target, prompt)
         for _ in range(2):
-            leg, params = begun(SimpleNamespace(p=source), prompt)
+            prefill, params = begun(SimpleNamespace(p=source), prompt)
             answer = decoding(target, prompt, params).answer()
             assert tokens_of(answer) == expected
             assert (answer["kvferry"]["recomputed"], answer["kvferry"]["tokens_computed"]) == ("", 1)
-            expect_end(leg, prompt, expected)
+            expect_end(prefill, prompt, expected)
         source.until_free()
     finally:
         source.close()
@@ -140,15 +140,15 @@ def test_many_at_the_same_time_do_not_mix(site):
     prompts = [prompt_of(random.Random(seed).randrange(200, 900), seed) for seed in range(9)]
     targets = [site.targets[way] for way in (*WAYS, *WAYS, *WAYS)]
     expected = [alone(target, prompt) for target, prompt in zip(targets, prompts, strict=True)]
-    legs = [begun(site, prompt) for prompt in prompts]
+    prefills = [begun(site, prompt) for prompt in prompts]
     asking = [
-        decoding(target, prompt, params) for target, prompt, (_, params) in zip(targets, prompts, legs, strict=True)
+        decoding(target, prompt, params) for target, prompt, (_, params) in zip(targets, prompts, prefills, strict=True)
     ]
     answers = [each.answer() for each in asking]
     assert [tokens_of(answer) for answer in answers] == expected
     assert {answer["kvferry"]["recomputed"] for answer in answers} == {""}
-    for (leg, _), prompt, tokens in zip(legs, prompts, expected, strict=True):
-        expect_end(leg, prompt, tokens)
+    for (prefill, _), prompt, tokens in zip(prefills, prompts, expected, strict=True):
+        expect_end(prefill, prompt, tokens)
 
 
 @pytest.mark.parametrize("way", ["push", "pack"])
@@ -157,17 +157,17 @@ def test_what_is_computed_is_sent_while_the_rest_is_not(site, way):
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=2)
     expected, before, done = alone(target, prompt), metric(site.p.url, MOVED), metric(site.p.url, DONE)
     with site.p.held():
-        leg, params = begun(site, prompt)
+        prefill, params = begun(site, prompt)
         asking = decoding(target, prompt, params)
         until_sent(site, before, SENT[way])
-        assert b"finish_reason" not in leg.text
+        assert b"finish_reason" not in prefill.text
         assert asking.status == 0
     answer = asking.answer()
     assert tokens_of(answer) == expected
     report = answer["kvferry"]
     assert (report["tokens_received"], report["tokens_computed"], report["recomputed"]) == (NUM_TOKENS - 1, 1, "")
     assert (report["strategy"], report["verified"]) == ("direct" if way == "push" else way, "sampled")
-    expect_end(leg, prompt, expected)
+    expect_end(prefill, prompt, expected)
     eventually(lambda: metric(site.p.url, DONE) == done + 1, "the lease has ended")
 
 
@@ -177,15 +177,15 @@ def test_an_answer_may_be_done_before_its_prefill_but_the_lease_is_not(site, way
     target, prompt = site.targets[way], prompt_of(4 * STEP_TOKENS + 1, seed=3)
     expected, done = alone(target, prompt), metric(site.p.url, DONE)
     with site.p.held():
-        leg, params = begun(site, prompt)
+        prefill, params = begun(site, prompt)
         answer = decoding(target, prompt, params).answer()
         assert tokens_of(answer) == expected
         assert answer["kvferry"]["tokens_received"] == 4 * STEP_TOKENS
         target.until_free()
-        assert b"finish_reason" not in leg.text
+        assert b"finish_reason" not in prefill.text
         assert metric(site.p.url, DONE) == done
         assert site.p.num_granted > 0
-    expect_end(leg, prompt, expected)
+    expect_end(prefill, prompt, expected)
     eventually(lambda: metric(site.p.url, DONE) == done + 1, "the lease has ended")
 
 
@@ -194,10 +194,10 @@ def test_the_prefills_client_leaves_in_the_middle(site, way):
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=4)
     expected, before = alone(target, prompt), metric(site.p.url, MOVED)
     with site.p.held():
-        leg, params = begun(site, prompt)
+        prefill, params = begun(site, prompt)
         asking = decoding(target, prompt, params)
         until_sent(site, before, 0 if way == "pull" else STEP_TOKENS)
-        leg.leave()
+        prefill.leave()
         site.p.until_free()
         answer = asking.answer()
     assert tokens_of(answer) == expected
@@ -206,18 +206,18 @@ def test_the_prefills_client_leaves_in_the_middle(site, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_decodes_client_leaves_in_the_middle(site, way):
-    """Nobody will read what is computed: the prefill leg ends with an error, and both have their blocks back."""
+    """Nobody will read what is computed: the prefill request ends with an error, and both have their blocks back."""
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=5)
     before = metric(site.p.url, MOVED)
     with site.p.held():
-        leg, params = begun(site, prompt)
+        prefill, params = begun(site, prompt)
         asking = decoding(target, prompt, params)
         until_sent(site, before, 0 if way == "pull" else STEP_TOKENS)
-        eventually(lambda: target.num_granted > 0, "the decode leg has begun")
+        eventually(lambda: target.num_granted > 0, "the decode request has begun")
         asking.leave()
         target.until_free()
         site.p.until_free()
-        error = json.loads(leg.lines()[-1])["error"]
+        error = json.loads(prefill.lines()[-1])["error"]
     assert error["code"] == "aborted"
 
 
@@ -261,10 +261,10 @@ def test_the_prefill_engine_is_killed_in_the_middle(site, way):
     assert tokens_of(answer) == expected
     assert answer["kvferry"]["recomputed"] in ("peer_lost", "deadline", "unreachable", "transport")
     target.until_free()
-    leg, params = begun(site, prompt)
+    prefill, params = begun(site, prompt)
     answer = decoding(target, prompt, params).answer()
     assert (tokens_of(answer), answer["kvferry"]["recomputed"]) == (expected, "")
-    expect_end(leg, prompt, expected)
+    expect_end(prefill, prompt, expected)
 
 
 @pytest.mark.slow

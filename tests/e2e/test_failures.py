@@ -13,7 +13,7 @@ from test_main_job import prompt_of
 
 from kvferry.cli.up.output_check import Question, ask
 
-PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +22,13 @@ def fleet(start_fleet):
 
 
 def prefill(fleet, prompt, **more):
-    """The prefill leg alone, as a proxy does it: the parameters for the decode leg."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": PREFILL_LEG, **more}
+    """The prefill request alone, as a proxy does it: the parameters for the decode request."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE, **more}
     return post(f"{fleet.prefill_urls[0]}/v1/completions", body)["kv_transfer_params"]
 
 
 def decode(fleet, prompt, params, **more):
-    """The decode leg alone: the answer's token ids and the report."""
+    """The decode request alone: the answer's token ids and the report."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "return_token_ids": True, "kv_transfer_params": params}
     body |= more
     answer = post(f"{fleet.decode_urls[0]}/v1/completions", body)
@@ -97,7 +97,7 @@ def test_parameters_that_make_no_sense_are_recomputed(fleet):
     assert (tokens, report["recomputed"]) == (alone(fleet, prompt), "malformed")
 
 
-def test_prefill_killed_between_the_legs(fleet):
+def test_prefill_killed_between_prefill_and_decode(fleet):
     prompt = prompt_of(80, seed=6)
     params = prefill(fleet, prompt)
     kill_prefill(fleet)

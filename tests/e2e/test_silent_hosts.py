@@ -21,7 +21,7 @@ from kvferry.cli.up.processes import Child
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
-    # Of each test; the router's own limits are 300 s for a prefill and 1800 s for a decode leg.
+    # Of each test; the router's own limits are 300 s for a prefill and 1800 s for a decode request.
     pytest.mark.timeout(600),
 ]
 
@@ -69,11 +69,11 @@ class Fleet:
         return next((name for name, host in hosts if f"http://{host.address}:{PORT}" in urls), "")
 
     def until_busy(self, role: str) -> str:
-        eventually(lambda: bool(self.busy(role)), f"a {role} leg is in flight")
+        eventually(lambda: bool(self.busy(role)), f"a {role} request is in flight")
         return self.busy(role)
 
     def num_ended(self, role: str) -> float:
-        """Legs that were ended since their instance was found down."""
+        """Requests that were ended since their instance was found down."""
         line = f'kvferry_router_upstream_errors_total{{reason="instance_down",role="{role}"}} '
         told = [one for one in self.get("/metrics").decode().splitlines() if one.startswith(line)]
         return float(told[0].split()[-1]) if told else 0.0
@@ -124,7 +124,7 @@ def plugged(fleet):
         fleet.network.plug_in(name)
 
 
-def test_a_client_whose_prefill_leg_waits_is_served_by_decode_alone(plugged):
+def test_a_client_whose_prefill_request_waits_is_served_by_decode_alone(plugged):
     with ThreadPoolExecutor(1) as client:
         asking = client.submit(plugged.complete, LONG_PROMPT)
         plugged.network.unplug(plugged.until_busy("prefill"))
@@ -133,7 +133,7 @@ def test_a_client_whose_prefill_leg_waits_is_served_by_decode_alone(plugged):
     assert plugged.num_ended("prefill") == 1
 
 
-def test_a_client_whose_decode_leg_waits_is_served_by_the_other_decode(plugged):
+def test_a_client_whose_decode_request_waits_is_served_by_the_other_decode(plugged):
     before = plugged.num_ended("decode")
     with ThreadPoolExecutor(1) as client:
         asking = client.submit(plugged.complete, LONG_ANSWER)

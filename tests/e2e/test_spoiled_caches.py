@@ -9,7 +9,7 @@ from conftest import post
 from test_main_job import prompt_of
 
 SPOILING = Path(__file__).parents[1] / "spoiling_serve.py"
-PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,9 @@ def tokens(found):
     return found["choices"][0]["token_ids"]
 
 
-def both_legs(site, way, prompt):
+def answer_of_decode(site, way, prompt):
     site.source.gate.write_text(way)
-    params = answer(site.source.url, prompt, PREFILL_LEG, 1)["kv_transfer_params"]
+    params = answer(site.source.url, prompt, REMOTE_DECODE, 1)["kv_transfer_params"]
     return answer(site.target.url, prompt, params)
 
 
@@ -50,11 +50,11 @@ def both_legs(site, way, prompt):
 def test_what_is_not_valid_in_the_end_enters_no_answer(site, way, reason):
     prompt = prompt_of(200, seed=1)
     expected = tokens(answer(site.target.url, prompt))
-    found = both_legs(site, way, prompt)
+    found = answer_of_decode(site, way, prompt)
     assert (tokens(found), found["kvferry"]["recomputed"]) == (expected, reason)
     assert [tokens(answer(site.target.url, prompt)) for _ in range(2)] == [expected] * 2
 
 
 def test_noise_that_is_called_valid_would_be_noticed(site):
     prompt = prompt_of(200, seed=2)
-    assert tokens(both_legs(site, "valid", prompt)) != tokens(answer(site.target.url, prompt))
+    assert tokens(answer_of_decode(site, "valid", prompt)) != tokens(answer(site.target.url, prompt))

@@ -1,4 +1,4 @@
-"""A prefill leg that gives its reference before its prompt is computed, and says how far it is."""
+"""A prefill request that gives its reference before its prompt is computed, and says how far it is."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_has_not_begun_cannot_be_finished(loop: Loop, source: Engine) -> No
         loop.run(source.finish("nobody", lambda grown: None))
 
 
-def test_the_reference_comes_first_and_the_answer_is_that_of_one_leg(prefiller: Served, decoder: Served) -> None:
+def test_the_reference_comes_first_and_the_answer_is_that_of_one_engine(prefiller: Served, decoder: Served) -> None:
     _, plain = decoder.ask(COMPLETIONS, ask_for())
     with between_steps(prefiller.engine):
         stream = Stream(prefiller, early())

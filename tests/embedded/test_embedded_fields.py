@@ -123,12 +123,12 @@ def test_without_a_seed_answers_differ(decoder: Served) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 1.5}])
-def test_two_legs_draw_what_one_draws(prefiller: Served, decoder: Served, sampling: dict[str, Any]) -> None:
+def test_two_engines_draw_what_one_draws(prefiller: Served, decoder: Served, sampling: dict[str, Any]) -> None:
     fields = DRAWN | sampling
     _, plain = decoder.ask(COMPLETIONS, fields)
     _, prefill = prefiller.ask(COMPLETIONS, fields | {"kv_transfer_params": {"do_remote_decode": True}})
-    legs = fields | {"kv_transfer_params": prefill["kv_transfer_params"]}
-    _, answer = decoder.ask(COMPLETIONS, legs, {"x-kvferry-report": "true"})
+    decode = fields | {"kv_transfer_params": prefill["kv_transfer_params"]}
+    _, answer = decoder.ask(COMPLETIONS, decode, {"x-kvferry-report": "true"})
     assert answer["choices"] == plain["choices"]
     assert answer["kvferry"]["tokens_computed"] == 1
 

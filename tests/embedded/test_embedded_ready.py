@@ -34,9 +34,9 @@ def test_the_header_says_how_the_cache_came(prefiller: Served, decoder: Served, 
     assert headers_of(decoder, {"stream": stream})["x-kvferry-cache"] == "local"
     body = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     params = prefiller.ask(COMPLETIONS, body)[1]["kv_transfer_params"]
-    leg = {"stream": stream, "kv_transfer_params": params}
-    assert headers_of(decoder, leg)["x-kvferry-cache"] == "received"
-    again = headers_of(decoder, leg)
+    decode = {"stream": stream, "kv_transfer_params": params}
+    assert headers_of(decoder, decode)["x-kvferry-cache"] == "received"
+    again = headers_of(decoder, decode)
     assert again["x-kvferry-cache"] == "recomputed"
     assert again["x-kvferry-cache-reason"]
 
@@ -82,9 +82,9 @@ def test_an_engine_whose_transfers_fail_is_not_ready_but_healthy(loop: Loop, dec
     server, port, service = loop.run(start())
     served = Served(decoder.engine, transfer, port)
     assert served.ask("/ready") == (200, {"status": "ready", "reason": ""})
-    leg = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": {"do_remote_prefill": True}}
+    decode = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": {"do_remote_prefill": True}}
     for _ in range(5):
-        assert served.ask(COMPLETIONS, leg)[1]["kvferry"]["recomputed"] == "peer_lost"
+        assert served.ask(COMPLETIONS, decode)[1]["kvferry"]["recomputed"] == "peer_lost"
     status, answer = served.ask("/ready")
     assert (status, answer["reason"]) == (503, "the last 5 transfers failed (peer_lost)")
     assert served.ask("/health")[0] == 200

@@ -52,8 +52,8 @@ def test_an_answer_is_plain_openai(decoder: Served, path: str, headers: dict[str
 def test_the_report_comes_when_it_is_asked_for(prefiller: Served, decoder: Served, word: str) -> None:
     ask = ASKS[COMPLETIONS]
     _, first = prefiller.ask(COMPLETIONS, ask | {"kv_transfer_params": {"do_remote_decode": True}})
-    leg = ask | {"kv_transfer_params": first["kv_transfer_params"]}
-    _, answer = decoder.raw(COMPLETIONS, leg, {"x-kvferry-report": word})
+    decode = ask | {"kv_transfer_params": first["kv_transfer_params"]}
+    _, answer = decoder.raw(COMPLETIONS, decode, {"x-kvferry-report": word})
     report = json.loads(answer)["kvferry"]
     assert set(report) == OBJECT
     assert (report["tokens_received"], report["transport"]) == (39, "loopback")
@@ -85,8 +85,8 @@ def test_an_error_for_want_of_a_cache_names_no_address(loop: Loop, decoder: Serv
         return server, await server.__aenter__()
 
     server, port = loop.run(start())
-    leg = ASKS[COMPLETIONS] | {"stream": stream, "kv_transfer_params": {"do_remote_prefill": True}}
-    response = Served(decoder.engine, transfer, port).response(COMPLETIONS, leg)
+    decode = ASKS[COMPLETIONS] | {"stream": stream, "kv_transfer_params": {"do_remote_prefill": True}}
+    response = Served(decoder.engine, transfer, port).response(COMPLETIONS, decode)
     text = response.text
     assert response.status == 502
     assert (response.headers["x-kvferry-cache"], response.headers["x-kvferry-cache-reason"]) == ("lost", "peer_lost")

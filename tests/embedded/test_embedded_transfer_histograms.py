@@ -32,8 +32,8 @@ def test_every_transfer_is_observed_streamed_or_not(prefiller: Served, decoder: 
     names += [f"kvferry_engine_transfer_{what}_count{{{labels}}}" for what in ("bytes", "descriptors")]
     before = [decoder.metric(name) for name in names]
     total = decoder.metric(f"kvferry_engine_transfer_bytes_sum{{{labels}}}")
-    leg = {"prompt": prompt, "max_tokens": 2, "kv_transfer_params": answered["kv_transfer_params"], "stream": stream}
-    status, _ = decoder.raw(COMPLETIONS, leg)
+    decode = {"prompt": prompt, "max_tokens": 2, "kv_transfer_params": answered["kv_transfer_params"], "stream": stream}
+    status, _ = decoder.raw(COMPLETIONS, decode)
     assert status == 200
     assert [decoder.metric(name) for name in names] == [count + 1 for count in before]
     assert decoder.metric(f"kvferry_engine_transfer_bytes_sum{{{labels}}}") > total

@@ -1,4 +1,4 @@
-"""The table of request fields: what a prefill leg keeps, changes and drops, row by row, and what forbids one."""
+"""The table of request fields: what a prefill request keeps, changes and drops, row by row, and what forbids one."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def prefilled(endpoint: Endpoint, **extra: object) -> dict:
 @pytest.mark.parametrize(
     ("endpoint", "field"), ROWS, ids=[f"{endpoint.name.lower()}-{field.name}" for endpoint, field in ROWS]
 )
-def test_a_prefill_leg_does_with_each_field_what_its_row_says(endpoint, field):
+def test_a_prefill_request_does_with_each_field_what_its_row_says(endpoint, field):
     value = VALUES.get(field.name, {"anything": [1, None]})
-    leg = prefilled(endpoint, **({} if field.name in FORBIDDEN else {field.name: value}))
+    sent = prefilled(endpoint, **({} if field.name in FORBIDDEN else {field.name: value}))
     match field.in_prefill:
         case InPrefill.KEPT:
-            assert leg[field.name] == value
+            assert sent[field.name] == value
         case InPrefill.DROPPED:
-            assert field.name not in leg
+            assert field.name not in sent
         case InPrefill.CHANGED:
-            assert leg[field.name] == CHANGED[field.name]
+            assert sent[field.name] == CHANGED[field.name]
     assert field.reason
 
 

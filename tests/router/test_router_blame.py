@@ -1,4 +1,4 @@
-"""Whose fault a failed leg is: a failure that follows the request from one instance to the next is nobody's."""
+"""Whose fault a failed request is: a failure that follows the request from one instance to the next is nobody's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_requests_that_every_prefill_answers_with_5xx_take_nobody_out(num_prefil
 
 
 @pytest.mark.parametrize("num_prefills", [1, 2])
-def test_a_kind_that_keeps_failing_costs_no_prefill_legs_for_a_while(num_prefills):
+def test_a_kind_that_keeps_failing_costs_no_prefill_requests_for_a_while(num_prefills):
     async def main():
         engines = prefills(num_prefills)
         async with cluster(engines, [decode_engine()]) as c:
@@ -84,7 +84,7 @@ def test_a_kind_that_keeps_failing_costs_no_prefill_legs_for_a_while(num_prefill
 
 @pytest.mark.parametrize("num_prefills", [1, 2])
 def test_requests_that_take_too_long_everywhere_take_nobody_out(num_prefills):
-    """Nor do they wait for long each time: such requests have no prefill leg for a while, others have one."""
+    """Nor do they wait for long each time: such requests have no prefill request for a while, others have one."""
 
     async def main():
         engines = prefills(num_prefills, hanging)

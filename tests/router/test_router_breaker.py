@@ -89,7 +89,7 @@ def test_late_failures_of_requests_from_before_do_not_prolong_it():
 
 @pytest.mark.parametrize(("result", "state"), [("failed", BreakerState.OPEN), ("acquitted", BreakerState.HALF_OPEN)])
 def test_an_instance_under_suspicion_is_not_tried_again_until_that_is_settled(result, state):
-    """Its leg is over, and another instance is asked meanwhile."""
+    """Its request is over, and another instance is asked meanwhile."""
     member, now = InstanceState(P0, Origin.COMMAND_LINE, math.inf), INSTANCE_BREAKER.open_s
     for _ in range(INSTANCE_BREAKER.num_failures):
         member.breaker.failed(0.0)

@@ -86,13 +86,13 @@ def test_a_stream_that_takes_too_long_ends_with_that_word():
     asyncio.run(main())
 
 
-def test_a_leg_for_which_there_is_no_time_is_not_sent():
+def test_a_request_for_which_there_is_no_time_is_not_sent():
     outgoing = HttpRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
     # Without a pool of connections, nothing can be sent.
-    leg = UpstreamRequest(
+    upstream = UpstreamRequest(
         SimpleNamespace(), SimpleNamespace(), UpstreamTrace(), outgoing, Timeouts(1.0, time.monotonic())
     )
-    assert asyncio.run(leg.ask()).reason == TOO_LATE
+    assert asyncio.run(upstream.ask()).reason == TOO_LATE
 
 
 def test_an_answer_that_comes_when_it_is_given_up_is_no_broken_one():
@@ -103,19 +103,19 @@ def test_an_answer_that_comes_when_it_is_given_up_is_no_broken_one():
         reservation = SimpleNamespace(instance=Instance("http://127.0.0.1:1", Role.PREFILL))
         outgoing = HttpRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
         timeouts = Timeouts(10.0, time.monotonic() + 10.0)
-        leg = UpstreamRequest(SimpleNamespace(pool=pool), reservation, UpstreamTrace(), outgoing, timeouts)
+        upstream = UpstreamRequest(SimpleNamespace(pool=pool), reservation, UpstreamTrace(), outgoing, timeouts)
 
         async def promised():
-            leg.give_up(INSTANCE_DOWN)
-            leg._response = SimpleNamespace(whole=whole)
+            upstream.give_up(INSTANCE_DOWN)
+            upstream._response = SimpleNamespace(whole=whole)
             return Promised(b"{}")
 
         async def whole(_max_bytes):
             return b'data: {"error": {"message": "x", "code": 500}}\n\n'
 
-        leg._ask = promised
-        assert await leg.ask() == Promised(b"{}")
-        assert isinstance(await leg.rest(), Answered)
+        upstream._ask = promised
+        assert await upstream.ask() == Promised(b"{}")
+        assert isinstance(await upstream.rest(), Answered)
 
     asyncio.run(main())
 

@@ -40,7 +40,7 @@ async def probe(c) -> None:
 
 
 @pytest.mark.parametrize("num_others", [0, 1])
-def test_a_prefill_leg_is_tried_elsewhere_at_once(num_others):
+def test_a_prefill_request_is_tried_elsewhere_at_once(num_others):
     async def main():
         others = [prefill_engine("p1") for _ in range(num_others)]
         silent = prefill_engine("p0", hanging)
@@ -57,7 +57,7 @@ def test_a_prefill_leg_is_tried_elsewhere_at_once(num_others):
     asyncio.run(main())
 
 
-def test_a_decode_leg_is_tried_elsewhere_at_once():
+def test_a_decode_request_is_tried_elsewhere_at_once():
     async def main():
         silent, other = decode_engine("d0", hanging), decode_engine("d1")
         async with cluster([prefill_engine()], [silent, other]) as c:
@@ -169,7 +169,7 @@ def test_an_instance_that_has_left_is_probed_as_long_as_something_is_open_there(
     asyncio.run(main())
 
 
-def test_an_early_prefill_that_is_down_ends_the_decode_leg_that_waits_for_it():
+def test_an_early_prefill_that_is_down_ends_the_decode_request_that_waits_for_it():
     async def main():
         prompts = [Prompt(), Prompt()]
         for prompt in prompts[1:]:

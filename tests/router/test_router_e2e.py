@@ -127,7 +127,7 @@ def test_bodies_and_headers_reach_the_client_verbatim():
     run(main)
 
 
-def test_an_id_is_made_and_is_the_same_on_both_legs():
+def test_an_id_is_made_and_is_the_same_on_both_requests():
     async def main():
         async with cluster([prefill_engine()], [decode_engine()]) as c:
             response = await c.complete()

@@ -1,4 +1,4 @@
-"""Decode legs that begin while the prompt is still computed: playbooks, times, and the router on real sockets."""
+"""Decode requests that begin while the prompt is still computed: playbooks, times, and the router on real sockets."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def to_promised():
 # --- what is asked and understood
 
 
-def test_an_early_prefill_leg_is_a_stream_that_asks_for_its_reference():
+def test_an_early_prefill_request_is_a_stream_that_asks_for_its_reference():
     body = json.loads(EARLY_BODY)
     assert (body["stream"], body["max_tokens"]) == (True, 1)
     assert body["kv_transfer_params"]["kvferry"] == {"early": True}
@@ -142,7 +142,7 @@ def test_decode_is_asked_with_the_promise_and_judged_as_ever(event, commands):
 
 
 def timed(computed_s: float, told: bytes = b"") -> RequestTiming:
-    """A promise after 1 s, a decode leg from then on, a prompt that is computed at `computed_s`, an answer at 10 s."""
+    """A promise after 1 s, decode from then on, a prompt that is computed at `computed_s`, an answer at 10 s."""
     timing = RequestTiming(0.0)
     timing.began(Role.PREFILL, 0.5)
     timing.answered(Role.PREFILL, 1.0, [])
@@ -181,7 +181,7 @@ def test_the_times_of_one_try_are_not_those_of_the_next():
     assert timing.phases == pytest.approx({"queue": 11.0, "prefill": 1.0, "first_decode": 1.0})
 
 
-def test_what_a_lost_prefill_overlapped_is_not_taken_from_the_next_leg():
+def test_what_a_lost_prefill_overlapped_is_not_taken_from_the_next_prefill():
     timing = timed(8.0)
     timing.began(Role.DECODE, 11.0)
     timing.answered(Role.DECODE, 12.0, [])
@@ -317,7 +317,7 @@ def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(monkeyp
 
 
 def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
-    """Prefill ends its leg only when the client has all tokens; and a usage with each token waits for nothing."""
+    """Prefill ends its answer only when the client has all tokens; and a usage with each token waits for nothing."""
     monkeypatch.setattr(early_prefill, "LAST_USAGE_S", DEADLINE_S)
 
     async def main():
@@ -348,7 +348,7 @@ def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prefill_leg_without_an_end_does_not_keep_a_client(monkeypatch, stream):
+def test_a_prefill_request_without_an_end_does_not_keep_a_client(monkeypatch, stream):
     monkeypatch.setattr(early_prefill, "LAST_USAGE_S", 0.05)
 
     async def main():
@@ -368,7 +368,7 @@ def test_a_prefill_leg_without_an_end_does_not_keep_a_client(monkeypatch, stream
     asyncio.run(main())
 
 
-def test_how_fast_it_computes_is_seen_at_the_end_of_its_leg():
+def test_how_fast_it_computes_is_seen_at_the_end_of_its_answer():
     async def main():
         prompt, is_asked, is_told = Prompt(), asyncio.Event(), asyncio.Event()
 
@@ -415,7 +415,7 @@ def test_otherwise_the_prompt_is_computed_first(info, from_tokens, body):
     asyncio.run(main())
 
 
-def test_a_client_that_leaves_ends_both_legs():
+def test_a_client_that_leaves_ends_both_requests():
     async def main():
         p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
         async with cluster([p], [d], early_from_tokens=1) as c:
@@ -466,7 +466,7 @@ def test_a_promise_that_is_not_kept_is_made_by_another_at_once(last, reason, cap
             assert await c.metric(EARLY_DECODES) == 2
             assert await c.metric(ERRORS % reason) == 1
             assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
-            # The router itself has ended the leg: no trouble of the decode engine's is blamed.
+            # The router itself has ended the request: no trouble of the decode engine's is blamed.
             told = [record.getMessage() for record in caplog.records if "the decode request" in record.getMessage()]
             assert [words.rpartition(": ")[2] for words in told] == ["prefill_lost"]
             await until_idle(c)
@@ -623,11 +623,11 @@ def test_the_first_event_is_found_wherever_it_is_cut(cut):
         return pieces.pop(0)
 
     outgoing = HttpRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
-    leg = UpstreamRequest(SimpleNamespace(), SimpleNamespace(), UpstreamTrace(), outgoing, Timeouts(1.0, 1.0))
-    assert asyncio.run(leg._first_event(SimpleNamespace(piece=piece))) == PROMISE
+    upstream = UpstreamRequest(SimpleNamespace(), SimpleNamespace(), UpstreamTrace(), outgoing, Timeouts(1.0, 1.0))
+    assert asyncio.run(upstream._first_event(SimpleNamespace(piece=piece))) == PROMISE
 
 
-def test_legs_that_are_left_are_not_kept_in_memory():
+def test_requests_that_are_left_are_not_kept_in_memory():
     """Without a collector that looks for cycles."""
 
     def alive():

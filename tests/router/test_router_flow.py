@@ -348,7 +348,7 @@ def test_an_answer_for_which_the_client_has_no_more_time_is_broken_off_without_b
 
 
 @pytest.mark.parametrize("way", [to_prefilling, to_decoding, to_relaying])
-def test_a_client_that_leaves_ends_the_leg_in_flight(way):
+def test_a_client_that_leaves_ends_the_request_in_flight(way):
     flow = new_flow()
     play(flow, *way(), (ClientGone(), [Cancel()]))
     assert flow.state is State.DONE

@@ -124,7 +124,7 @@ def test_a_large_request_and_a_large_answer_arrive(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_connection_is_kept_for_the_next_leg_and_not_for_a_probe(loop):
+def test_a_connection_is_kept_for_the_next_request_and_not_for_a_probe(loop):
     async def main(server, http):
         for _ in range(2):
             await told(http, post(server))

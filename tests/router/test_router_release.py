@@ -134,7 +134,7 @@ def test_the_prefill_instance_is_told_when_the_client_leaves():
 
 
 def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_heard(monkeypatch):
-    """Its blocks are kept already, for a decode leg that will not be: the decode instance hears nothing of it."""
+    """Its blocks are kept already, for a decode request that will not be: the decode instance hears nothing of it."""
     monkeypatch.setattr("kvferry.router.flow.dispatcher.LAST_ANSWER_S", DEADLINE_S)
     left, wait_until_gone = asyncio.Event(), client._wait_until_gone
 

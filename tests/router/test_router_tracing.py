@@ -1,4 +1,4 @@
-"""Spans of a request: its legs, the phases that the engine told, and one trace from the client to the engines."""
+"""Spans of a request: prefill, decode, the phases that the engine told, one trace from the client to the engines."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ def spans_of(prefill, decode, limits=NONE, exporter=None, **options):
 def test_a_request_is_one_tree_of_spans_in_the_clients_trace():
     prefill, decode = prefill_engine(), decode_engine("d0", telling)
     spans = spans_of(prefill, decode, headers=CLIENT | {"x-request-id": "mine"})
-    request, legs = spans["kvferry.request"], (spans["kvferry.prefill"], spans["kvferry.decode"])
+    request, upstream = spans["kvferry.request"], (spans["kvferry.prefill"], spans["kvferry.decode"])
     assert f"{request.context.trace_id:032x}" == TRACE_ID
-    assert all(leg.parent.span_id == request.context.span_id for leg in legs)
-    assert all(spans[f"kvferry.{name}"].parent.span_id == legs[1].context.span_id for name in ("queue", "wire"))
+    assert all(span.parent.span_id == request.context.span_id for span in upstream)
+    assert all(spans[f"kvferry.{name}"].parent.span_id == upstream[1].context.span_id for name in ("queue", "wire"))
     assert spans["kvferry.wire"].end_time - spans["kvferry.wire"].start_time == 2_000_000
     assert spans["kvferry.wire"].start_time == spans["kvferry.queue"].end_time
     assert request.attributes["kvferry.request_id"] == "mine"
     assert request.attributes["kvferry.path"] == "disaggregated"
     assert request.attributes["kvferry.phase.wire_s"] == pytest.approx(0.002)
-    for engine, leg in ((prefill, legs[0]), (decode, legs[1])):
+    for engine, span in ((prefill, upstream[0]), (decode, upstream[1])):
         sent = [value for name, value in engine.seen[0].headers.items() if name.lower() == "traceparent"]
-        assert sent == [f"00-{TRACE_ID}-{leg.context.span_id:016x}-01"]
+        assert sent == [f"00-{TRACE_ID}-{span.context.span_id:016x}-01"]
 
 
-def test_a_leg_that_failed_says_so():
+def test_an_upstream_request_that_failed_says_so():
     spans = spans_of(prefill_engine("p0", failing(500, "no")), decode_engine())
     assert spans["kvferry.prefill"].attributes["kvferry.outcome"] == "status_500"
     assert not spans["kvferry.prefill"].status.is_ok
@@ -103,13 +103,13 @@ def test_an_answer_of_5xx_is_an_error_of_the_request():
     assert not spans["kvferry.request"].status.is_ok
 
 
-def test_a_leg_that_was_not_answered_does_not_say_that_it_was():
+def test_an_upstream_request_that_was_not_answered_does_not_say_that_it_was():
     spans = spans_of(prefill_engine("p0", resetting), decode_engine())
     assert [event.name for event in spans["kvferry.prefill"].events] == []
     assert [event.name for event in spans["kvferry.decode"].events] == ["answered"]
 
 
-def test_a_leg_that_nobody_ended_is_ended_with_its_request():
+def test_an_upstream_request_that_nobody_ended_is_ended_with_its_request():
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -121,7 +121,7 @@ def test_a_leg_that_nobody_ended_is_ended_with_its_request():
     assert set(spans) == {"kvferry.request", "kvferry.decode"}
 
 
-def test_what_one_leg_told_is_not_told_of_the_next():
+def test_what_one_engine_told_is_not_told_of_the_next():
     timing = RequestTiming(0.0)
     timing.began(Role.DECODE, 0.0)
     timing.answered(Role.DECODE, 1.0, [(b"server-timing", b"wire;dur=2")])
@@ -141,7 +141,7 @@ def test_without_tracing_the_clients_own_headers_pass():
 
 
 @pytest.mark.parametrize(("is_kept", "outcome"), [(True, "answered"), (False, "left")])
-def test_legs_beside_one_another_have_spans_of_their_own(is_kept, outcome):
+def test_requests_beside_one_another_have_spans_of_their_own(is_kept, outcome):
     """A prefill that nobody waits for any more has not failed."""
 
     async def prefilling(request, seen):

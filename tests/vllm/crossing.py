@@ -116,7 +116,7 @@ def alone(engine: Engine, prompt: Prompt) -> dict[str, Any]:
 
 
 def across(source: Engine, target: Engine, prompt: Prompt) -> dict[str, Any]:
-    """Prefill on one, decode on the other, as a plain proxy does it; the decode leg's answer."""
+    """Prefill on one, decode on the other, as a plain proxy does it; the decode request's answer."""
     first = post(source.url, body(prompt, 1) | {"kv_transfer_params": REMOTE_DECODE})
     assert first["kv_transfer_params"], first
     return post(target.url, body(prompt, prompt.num_tokens) | {"kv_transfer_params": first["kv_transfer_params"]})

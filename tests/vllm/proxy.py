@@ -70,7 +70,7 @@ def ask(server: Server, question: Question) -> Answer:
 
 
 def prefill(server: Server, question: Question) -> Answer:
-    """The first leg: one token; the answer's `params` are for the decode leg."""
+    """The prefill request: one token; the answer's `params` are for the decode request."""
     return _post(server, question, question.body(1, REMOTE_DECODE))
 
 
@@ -79,10 +79,10 @@ def decode(server: Server, question: Question, params: dict[str, Any] | None) ->
 
 
 def ask_disaggregated(source: Server, target: Server, question: Question) -> Answer:
-    """Both legs. Raises RefusedError when a server refuses one, or the prefill leg returns nothing to pull."""
+    """Both requests. Raises RefusedError when a server refuses one, or the prefill request returns nothing to pull."""
     first = prefill(source, question)
     if not first.params:
-        raise RefusedError(200, "the prefill leg returned no kv_transfer_params")
+        raise RefusedError(200, "the prefill request returned no kv_transfer_params")
     return decode(target, question, first.params)
 
 

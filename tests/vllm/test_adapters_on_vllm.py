@@ -73,8 +73,10 @@ def answered(server: Server, body: dict[str, Any]) -> tuple[list[int], str, str]
     return json.loads(text)["choices"][0]["token_ids"], *told
 
 
-def both_legs(pair: Pair, names: tuple[str, str], contents: tuple[dict[str, Any], dict[str, Any]], salt: str) -> Any:
-    """The decode leg's answer; each leg has its own name of the model, and its own prompt."""
+def answer_of_decode(
+    pair: Pair, names: tuple[str, str], contents: tuple[dict[str, Any], dict[str, Any]], salt: str
+) -> Any:
+    """The decode request's answer; each request has its own name of the model, and its own prompt."""
     first = asked(names[0], salt, 1, **contents[0]) | {"kv_transfer_params": REMOTE_DECODE}
     status, _, text = post(pair.prefill.url, COMPLETIONS, first)
     assert status == 200, text
@@ -100,7 +102,7 @@ def test_adapters_are_told_apart_by_what_they_hold(
 ) -> None:
     prompt, salt = {"prompt": list(prompts_of((300,))[0].prompt)}, f"adapter-{next(_numbers)}"
     expected, *_ = answered(pair.decode, asked(names[1], f"{salt}-alone", **prompt))
-    assert both_legs(pair, names, (prompt, prompt), salt) == (expected, *told)
+    assert answer_of_decode(pair, names, (prompt, prompt), salt) == (expected, *told)
     assert answered(pair.decode, asked(names[1], salt, **prompt))[0] == expected
     wait_until_free(pair.servers, FREE_S)
 
@@ -127,13 +129,13 @@ def test_embeddings_are_told_apart_by_what_they_are(
 ) -> None:
     salt, contents = f"embeddings-{next(_numbers)}", (embeddings(1), embeddings(ours))
     expected, *_ = answered(pair.decode, asked("tiny", f"{salt}-alone", **contents[1]))
-    assert both_legs(pair, ("tiny", "tiny"), contents, salt) == (expected, *told)
+    assert answer_of_decode(pair, ("tiny", "tiny"), contents, salt) == (expected, *told)
     assert answered(pair.decode, asked("tiny", salt, **contents[1]))[0] == expected
     wait_until_free(pair.servers, FREE_S)
 
 
 def early_reference(server: Server, body: dict[str, Any]) -> Any:
-    """What an early leg is promised, before anybody knows what its prompt is called. The leg ends by itself."""
+    """What an early prefill is promised, before anybody knows what its prompt is called. The request ends by itself."""
     early = {**REMOTE_DECODE, "kvferry": {"early": True}}
     data = json.dumps(body | {"stream": True, "kv_transfer_params": early}).encode()
     asked_for = urllib.request.Request(server.url + COMPLETIONS, data, {"content-type": "application/json"})
@@ -147,13 +149,13 @@ def test_an_early_reference_to_what_the_prefill_server_cannot_name_says_so(pair:
     """The files of the prefill server's adapter are replaced when it has read them."""
     prompt, salt = {"prompt": list(prompts_of((300,))[0].prompt)}, f"early-{next(_numbers)}"
     names = ("changing", "same")
-    expected, *told = both_legs(pair, names, (prompt, prompt), salt)
+    expected, *told = answer_of_decode(pair, names, (prompt, prompt), salt)
     assert told == ["received", ""]
     weights = FOLDER / "replaced" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes())
     params = early_reference(pair.prefill, asked(names[0], f"{salt}-again", 1, **prompt))
-    leg = asked(names[1], f"{salt}-again", **prompt) | {"kv_transfer_params": params}
-    assert answered(pair.decode, leg) == (expected, "recomputed", "unnamed_prompt")
+    request = asked(names[1], f"{salt}-again", **prompt) | {"kv_transfer_params": params}
+    assert answered(pair.decode, request) == (expected, "recomputed", "unnamed_prompt")
     wait_until_free(pair.servers, FREE_S)
 
 
@@ -169,8 +171,8 @@ def tell(server: Server, what: str, **body: Any) -> None:
 
 
 def reference(pair: Pair, name: str, prompt: dict[str, Any], salt: str) -> Any:
-    leg = asked(name, salt, 1, **prompt) | {"kv_transfer_params": REMOTE_DECODE}
-    status, _, text = post(pair.prefill.url, COMPLETIONS, leg)
+    request = asked(name, salt, 1, **prompt) | {"kv_transfer_params": REMOTE_DECODE}
+    status, _, text = post(pair.prefill.url, COMPLETIONS, request)
     assert status == 200, text
     return json.loads(text)["kv_transfer_params"]
 
@@ -200,9 +202,12 @@ def test_an_adapter_that_is_loaded_again_may_have_blocks_of_the_one_before(pair:
 def test_an_adapter_that_is_loaded_in_place_from_another_path_is_the_new_one(pair: Pair, spec: PairSpec) -> None:
     prompt, salt = {"prompt": list(prompts_of((300,))[0].prompt)}, f"in-place-{next(_numbers)}"
     tell(pair.prefill, "load", lora_name="trained", lora_path=str(FOLDER / "before"))
-    assert both_legs(pair, ("trained", "same"), (prompt, prompt), salt)[1:] == ("received", "")
+    assert answer_of_decode(pair, ("trained", "same"), (prompt, prompt), salt)[1:] == ("received", "")
     tell(pair.prefill, "load", lora_name="trained", lora_path=str(FOLDER / "after"), load_inplace=True)
     expected, *_ = answered(pair.decode, asked("mixed", f"{salt}-alone", **prompt))
-    assert both_legs(pair, ("trained", "mixed"), (prompt, prompt), f"{salt}-new") == (expected, "received", "")
-    assert both_legs(pair, ("trained", "same"), (prompt, prompt), f"{salt}-old")[1:] == ("recomputed", "wrong_prompt")
+    assert answer_of_decode(pair, ("trained", "mixed"), (prompt, prompt), f"{salt}-new") == (expected, "received", "")
+    assert answer_of_decode(pair, ("trained", "same"), (prompt, prompt), f"{salt}-old")[1:] == (
+        "recomputed",
+        "wrong_prompt",
+    )
     wait_until_free(pair.servers, FREE_S)

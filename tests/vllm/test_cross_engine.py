@@ -98,15 +98,15 @@ def test_a_reference_that_comes_before_the_prompt_is_computed(engines, to_vllm):
     source, target = (engines.transformers, engines.vllm)[:: 1 if to_vllm else -1]
     asked = prompts((17, 700, 3000), f"early {to_vllm}")
     with ThreadPoolExecutor(len(asked)) as pool:
-        legs = [pool.submit(early, source, target, prompt) for prompt in asked]
-        answers = [leg.result() for leg in legs]
+        pending = [pool.submit(early, source, target, prompt) for prompt in asked]
+        answers = [answer.result() for answer in pending]
     for prompt, answer in zip(asked, answers, strict=True):
         assert answer["cache"] == "received"
         assert tokens(answer) == tokens(alone(target, prompt))
 
 
 def early(source, target, prompt) -> dict[str, Any]:
-    """Both legs at once; the decode leg's answer."""
+    """Both requests at once; the decode request's answer."""
     asked = body(prompt, 1) | {"stream": True, "kv_transfer_params": EARLY}
     with streamed(source.url, asked) as events:
         params = next(events)["kv_transfer_params"]

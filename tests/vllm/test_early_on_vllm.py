@@ -1,4 +1,4 @@
-"""Early legs of real vLLM servers: what is computed leaves while the rest is, and the answer is that of one server.
+"""Early prefills of real vLLM servers: what is computed leaves while the rest is, and the answer is that of one server.
 
 The two servers fetch in different ways; each is the prefill side once.
 """
@@ -46,7 +46,7 @@ ON_BOTH = pytest.mark.parametrize("spec", [BOTH], ids=["both"])
 
 
 class Stream:
-    """An early leg, read event by event; `params` are those of its first event."""
+    """An early prefill, read event by event; `params` are those of its first event."""
 
     def __init__(self, server: Server, question: Question) -> None:
         self._connection = open_request(server, question, question.body(1, EARLY) | {"stream": True})
@@ -102,16 +102,16 @@ def wait_until_moved(server: Server, before: float) -> None:
     wait_for(server, MOVED, lambda moved: moved > before)
 
 
-def refusal(leg: Future[Any]) -> str:
-    """Why the decode leg had no cache."""
+def refusal(decoding: Future[Any]) -> str:
+    """Why the decode request had no cache."""
     with pytest.raises(RefusedError) as caught:
-        leg.result()
+        decoding.result()
     return str(json.loads(str(caught.value).split(":", 1)[1])["error"]["code"])
 
 
-def outcome(leg: Future[Answer]) -> Answer | RefusedError:
+def outcome(decoding: Future[Answer]) -> Answer | RefusedError:
     try:
-        return leg.result()
+        return decoding.result()
     except RefusedError as refused:
         return refused
 
@@ -130,11 +130,11 @@ def test_what_is_computed_leaves_while_the_rest_is(pair, spec, way):
     (question,) = prompts_of((LONG,))
     moved, done, seen = source.metric(MOVED), source.metric(DONE), 0.0
     with Stream(source, question) as stream, ThreadPoolExecutor(1) as pool:
-        leg = pool.submit(decode, target, question, stream.params)
+        decoding = pool.submit(decode, target, question, stream.params)
         while source.metric(DONE) == done:
             seen = max(seen, source.metric(MOVED) - moved)
-        assert stream.tokens() == list(leg.result().tokens[:1])
-        assert not judge(source, target, question, leg.result()).problem
+        assert stream.tokens() == list(decoding.result().tokens[:1])
+        assert not judge(source, target, question, decoding.result()).problem
     assert seen > 0
     wait_until_free(pair.servers, FREE_S)
 
@@ -165,23 +165,23 @@ def test_a_client_that_leaves_takes_the_promise_back(pair, spec, way):
     question = long_question()
     before = source.metric(MOVED)
     with Stream(source, question) as stream, ThreadPoolExecutor(1) as pool:
-        leg = pool.submit(decode, target, question, stream.params)
+        decoding = pool.submit(decode, target, question, stream.params)
         wait_until_moved(source, before)
         stream.leave()
-        assert refusal(leg) == "expired"
+        assert refusal(decoding) == "expired"
     wait_until_free(pair.servers, FREE_S)
 
 
 @WAYS
 @ON_BOTH
-def test_a_decode_leg_that_leaves_costs_the_prefill_nothing(pair, spec, way):
+def test_a_decode_request_that_leaves_costs_the_prefill_nothing(pair, spec, way):
     source, target = sides(pair, way)
     (question,) = prompts_of((LONG,))
     before = source.metric(MOVED)
     with Stream(source, question) as stream:
-        leg = open_request(target, question, question.body(12, stream.params))
+        decoding = open_request(target, question, question.body(12, stream.params))
         wait_until_moved(source, before)
-        leg.close()
+        decoding.close()
         assert stream.tokens() == list(ask(source, alone(replace(question, num_tokens=1))).tokens)
     wait_until_free(pair.servers, FREE_S)
 
@@ -194,10 +194,10 @@ def test_blocks_that_vllm_takes_away_are_never_used(pair, spec, way):
     question = long_question()
     before = source.metric(MOVED)
     with Stream(source, question) as stream, ThreadPoolExecutor(1) as pool:
-        leg = pool.submit(decode, target, question, stream.params)
+        decoding = pool.submit(decode, target, question, stream.params)
         wait_until_moved(source, before)
         preempt(source)
-        assert refusal(leg) == "expired"
+        assert refusal(decoding) == "expired"
         assert len(stream.tokens()) == 1
     wait_until_free(pair.servers, FREE_S)
 
@@ -218,7 +218,7 @@ def test_nobody_asks_for_a_promise_that_was_made(pair, spec):
 
 @WAYS
 @ON_BOTH
-def test_our_router_asks_for_both_legs_at_once(pair, spec, way, tmp_path):
+def test_our_router_asks_for_both_requests_at_once(pair, spec, way, tmp_path):
     source, target = sides(pair, way)
     (question,) = prompts_of((LONG,))
     expected = ask(target, alone(question))
@@ -281,13 +281,13 @@ def test_no_answer_is_wrong_however_often_blocks_are_taken_away(pair, spec, way)
                 replace(one, salt=f"{way}-{number}-{one.salt}") for one in prompts_of((5000, 3000), seed=number)
             )
             with Stream(source, replace(question, request_id=question.salt)) as stream:
-                leg = pool.submit(decode, target, replace(question, request_id=question.salt), stream.params)
+                decoding = pool.submit(decode, target, replace(question, request_id=question.salt), stream.params)
                 behind = pool.submit(ask, source, replace(other, num_tokens=1))
                 threading.Event().wait(chooser.uniform(0.0, 1.0))
                 preempt(source)
                 behind.result()
                 stream.tokens()
-            found = outcome(leg)
+            found = outcome(decoding)
             refused += isinstance(found, RefusedError)
             assert '"expired"' in str(found) or not judge(source, target, question, found).problem
     print(f"\n{way}: {refused} of {NUM_RESETS} refused")

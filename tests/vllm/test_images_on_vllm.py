@@ -66,13 +66,13 @@ def answered(server: Server, body: dict[str, Any]) -> tuple[list[int], dict[str,
 
 
 def reference(server: Server, body: dict[str, Any]) -> Any:
-    """What a prefill leg answers with."""
+    """What a prefill request answers with."""
     _, _, text = post(server.url, CHAT, body | {"max_tokens": 1, "kv_transfer_params": REMOTE_DECODE})
     return json.loads(text)["kv_transfer_params"]
 
 
 def salts() -> tuple[str, str]:
-    """One for both legs, and one for an answer that meets no cached prefix."""
+    """One for both requests, and one for an answer that meets no cached prefix."""
     number = next(_numbers)
     return f"both-{number}", f"alone-{number}"
 

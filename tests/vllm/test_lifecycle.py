@@ -66,7 +66,7 @@ def test_blocks_that_requests_share_on_the_prefill_side_are_sent_to_each(pair, s
 
 
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
-def test_clients_leave_at_any_moment_of_the_decode_leg(pair, spec):
+def test_clients_leave_at_any_moment_of_the_decode_request(pair, spec):
     for i, after_s in enumerate(LEAVE_AFTER_S):
         question = replace(prompts_of((700,), num_tokens=200, seed=i)[0], request_id=f"leaves-{i}")
         params = prefill(pair.prefill, question).params

@@ -53,7 +53,7 @@ def asked(question: Question, path: str, num_tokens: int = 4) -> dict[str, Any]:
     return {**common, **content, "cache_salt": question.salt}
 
 
-def first_leg(url: str, question: Question, path: str) -> dict[str, Any]:
+def prefill_params(url: str, question: Question, path: str) -> dict[str, Any]:
     status, _, body = post(url, path, asked(question, path, 1) | {"kv_transfer_params": REMOTE_DECODE})
     assert status == 200, body
     params: dict[str, Any] = json.loads(body)["kv_transfer_params"]
@@ -76,9 +76,9 @@ def outdated(params: dict[str, Any]) -> dict[str, Any]:
 def test_an_answer_tells_how_its_cache_came(pair, spec, path, stream):
     question = question_of(f"came-{stream}")
     body = asked(question, path) | {"stream": stream}
-    params = first_leg(pair.prefill.url, question, path)
-    leg = body | {"kv_transfer_params": params}
-    status, headers, text = post(pair.decode.url, path, leg, question.request_id)
+    params = prefill_params(pair.prefill.url, question, path)
+    request = body | {"kv_transfer_params": params}
+    status, headers, text = post(pair.decode.url, path, request, question.request_id)
     assert (status, headers["x-kvferry-cache"]) == (200, "received"), text
     assert {"claim", "wire", "verify"} <= told_phases([(b"server-timing", headers["server-timing"].encode())]).keys()
     _, headers, _ = post(pair.decode.url, path, body, question.request_id)
@@ -89,8 +89,8 @@ def test_an_answer_tells_how_its_cache_came(pair, spec, path, stream):
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
 def test_the_reference_of_another_prompt_is_never_used(pair, spec):
     ours, theirs = question_of("mixed-up-1", seed=1), question_of("mixed-up-2", seed=2)
-    leg = asked(ours, PATHS[0]) | {"kv_transfer_params": first_leg(pair.prefill.url, theirs, PATHS[0])}
-    status, headers, text = post(pair.decode.url, PATHS[0], leg, ours.request_id)
+    request = asked(ours, PATHS[0]) | {"kv_transfer_params": prefill_params(pair.prefill.url, theirs, PATHS[0])}
+    status, headers, text = post(pair.decode.url, PATHS[0], request, ours.request_id)
     assert (status, headers["x-kvferry-cache-reason"]) == (502, "wrong_prompt"), text
     assert json.loads(text)["error"]["code"] == "wrong_prompt"
     wait_until_free(pair.servers, FREE_S)
@@ -101,9 +101,9 @@ def test_the_reference_of_another_prompt_is_never_used(pair, spec):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_an_error_for_want_of_a_cache_has_a_status_and_a_reason(pair, spec, path, stream):
     question = question_of(f"want-{stream}")
-    params = first_leg(pair.prefill.url, question, path)
-    leg = asked(question, path) | {"stream": stream, "kv_transfer_params": outdated(params)}
-    status, headers, text = post(pair.decode.url, path, leg, question.request_id)
+    params = prefill_params(pair.prefill.url, question, path)
+    request = asked(question, path) | {"stream": stream, "kv_transfer_params": outdated(params)}
+    status, headers, text = post(pair.decode.url, path, request, question.request_id)
     assert (status, json.loads(text)["error"]["code"]) == (502, "wrong_epoch")
     assert (headers["x-kvferry-cache"], headers["x-kvferry-cache-reason"]) == ("lost", "wrong_epoch")
     assert post(pair.prefill.url, "/kvferry/release", {"kv_transfer_params": params})[0] == 200
@@ -227,8 +227,8 @@ def test_a_pair_whose_caches_do_not_arrive_is_taken_apart_and_its_clients_are_se
 
 
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
-def test_a_client_that_leaves_between_the_legs_frees_both_sides_at_once(pair, spec, tmp_path):
-    """The decode leg is held back until the client has left."""
+def test_a_client_that_leaves_between_prefill_and_decode_frees_both_sides_at_once(pair, spec, tmp_path):
+    """The decode request is held back until the client has left."""
     expired, begun, left = pair.prefill.metric(EXPIRED), threading.Event(), threading.Event()
 
     def held(answer: bytes) -> bytes:
@@ -271,13 +271,13 @@ def test_an_answer_that_was_computed_again_says_so(pair, spec):
     """A lease that there is not, and then a server that there is not any more."""
     first, second = question_of("again"), question_of("again-killed", seed=1)
     for path in PATHS:
-        params = first_leg(pair.prefill.url, first, path)
-        leg = asked(first, path) | {"stream": True, "kv_transfer_params": outdated(params)}
-        _, headers, _ = post(pair.decode.url, path, leg, first.request_id)
+        params = prefill_params(pair.prefill.url, first, path)
+        request = asked(first, path) | {"stream": True, "kv_transfer_params": outdated(params)}
+        _, headers, _ = post(pair.decode.url, path, request, first.request_id)
         assert (headers["x-kvferry-cache"], headers["x-kvferry-cache-reason"]) == ("recomputed", "wrong_epoch")
-    params = first_leg(pair.prefill.url, second, PATHS[0])
+    params = prefill_params(pair.prefill.url, second, PATHS[0])
     pair.prefill.kill()
-    leg = asked(second, PATHS[0]) | {"kv_transfer_params": params}
-    status, headers, text = post(pair.decode.url, PATHS[0], leg, second.request_id)
+    request = asked(second, PATHS[0]) | {"kv_transfer_params": params}
+    status, headers, text = post(pair.decode.url, PATHS[0], request, second.request_id)
     assert (status, headers["x-kvferry-cache"]) == (200, "recomputed"), text
     assert headers["x-kvferry-cache-reason"] in ("peer_lost", "unreachable", "deadline")

@@ -80,7 +80,7 @@ def test_logits_of_the_answer_and_the_prompts_text_need_no_prompt_here(
     prompt = list(prompts_of((300,))[0].prompt)
     body = body_of(COMPLETIONS, f"received-{asks}", prompt) | asks
     _, _, text = post(pair.prefill.url, COMPLETIONS, body | {"max_tokens": 1, "kv_transfer_params": REMOTE_DECODE})
-    leg = body | {"kv_transfer_params": json.loads(text)["kv_transfer_params"]}
-    status, headers, text = post(pair.decode.url, COMPLETIONS, leg, f"received-{'-'.join(asks)}")
+    request = body | {"kv_transfer_params": json.loads(text)["kv_transfer_params"]}
+    status, headers, text = post(pair.decode.url, COMPLETIONS, request, f"received-{'-'.join(asks)}")
     assert (status, headers["x-kvferry-cache"]) == (200, "received"), text
     wait_until_free(pair.servers, FREE_S)

@@ -17,7 +17,7 @@ import pytest
 from answers import prompts_of, wait_until_free
 from proxy import Question
 from servers import ENVIRONMENT, PLAIN, Pair, PairSpec, Server
-from test_middleware_on_vllm import first_leg, post
+from test_middleware_on_vllm import post, prefill_params
 from tiny_models import model_folder
 
 SPOILING = Path(__file__).parents[1] / "spoiling_serve.py"
@@ -69,8 +69,8 @@ def body_of(question: Question, salt: str) -> dict[str, Any]:
 
 def answered(server: Server, question: Question, salt: str, params: Any = None) -> tuple[list[int], str]:
     """The answer's tokens, and why its cache did not come."""
-    leg = body_of(question, salt) | ({"kv_transfer_params": params} if params else {})
-    status, headers, text = post(server.url, COMPLETIONS, leg, question.request_id)
+    request = body_of(question, salt) | ({"kv_transfer_params": params} if params else {})
+    status, headers, text = post(server.url, COMPLETIONS, request, question.request_id)
     assert status == 200, text
     return json.loads(text)["choices"][0]["token_ids"], headers.get("x-kvferry-cache-reason", "")
 
@@ -83,7 +83,7 @@ def test_what_is_not_valid_in_the_end_enters_no_prefix_cache(
     question = question_of(1)
     expected, _ = answered(pair.decode, question, f"alone-{way}")
     source.way.write_text(way)
-    params = first_leg(source.url, question, COMPLETIONS)
+    params = prefill_params(source.url, question, COMPLETIONS)
     assert answered(pair.decode, question, question.salt, params) == (expected, reason)
     assert [answered(pair.decode, question, question.salt)[0] for _ in range(2)] == [expected] * 2
     wait_until_free([pair.decode], FREE_S)
@@ -97,8 +97,10 @@ def test_a_request_that_fails_with_its_cache_leaves_nothing_behind(
     question = question_of(5)
     expected, _ = answered(pair.decode, question, f"alone-failed-{way}")
     source.way.write_text(way)
-    leg = body_of(question, question.salt) | {"kv_transfer_params": first_leg(source.url, question, COMPLETIONS)}
-    assert post(pair.decode.url, COMPLETIONS, leg, question.request_id)[0] == 502
+    request = body_of(question, question.salt) | {
+        "kv_transfer_params": prefill_params(source.url, question, COMPLETIONS)
+    }
+    assert post(pair.decode.url, COMPLETIONS, request, question.request_id)[0] == 502
     assert [answered(pair.decode, question, question.salt)[0] for _ in range(2)] == [expected] * 2
     wait_until_free([pair.decode], FREE_S)
 
@@ -107,7 +109,7 @@ def test_a_request_that_fails_with_its_cache_leaves_nothing_behind(
 def test_the_cache_of_another_prompt_enters_no_prefix_cache(pair: Pair, spec: PairSpec, source: Source) -> None:
     ours, theirs = question_of(2), question_of(3)
     expected, _ = answered(pair.decode, ours, "alone-ours")
-    params = first_leg(source.url, replace(theirs, salt=ours.salt), COMPLETIONS)
+    params = prefill_params(source.url, replace(theirs, salt=ours.salt), COMPLETIONS)
     assert answered(pair.decode, ours, ours.salt, params) == (expected, "wrong_prompt")
     assert [answered(pair.decode, ours, ours.salt)[0] for _ in range(2)] == [expected] * 2
     wait_until_free([pair.decode], FREE_S)
@@ -118,7 +120,7 @@ def test_noise_that_is_called_valid_would_be_noticed(pair: Pair, spec: PairSpec,
     question = question_of(4)
     expected, _ = answered(pair.decode, question, "alone-noticed")
     source.way.write_text("valid")
-    params = first_leg(source.url, question, COMPLETIONS)
+    params = prefill_params(source.url, question, COMPLETIONS)
     found, reason = answered(pair.decode, question, question.salt, params)
     assert (found == expected, reason) == (False, "")
     assert answered(pair.decode, question, question.salt)[0] != expected

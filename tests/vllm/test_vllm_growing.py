@@ -1,4 +1,4 @@
-"""Early legs in the worker's half: when an agent hears of what, and what vLLM hears of their end."""
+"""Early prefills in the worker's half: when an agent hears of what, and what vLLM hears of their end."""
 
 import importlib
 import warnings
@@ -19,7 +19,7 @@ from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, LeaseOrder, Orders, PromiseOrder
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, at_once, end_of_request
-from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source
+from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
 from kvferry.connectors.vllm.worker.worker import _Started
 from kvferry.connectors.vllm_middleware.workers import RELEASED
@@ -54,14 +54,14 @@ def with_groups(rank, *groups, milestone=None, layer_ends=None):
     """The rank with another description of its caches, and with a device."""
     described = Described(Layout((), (), (), ()), (), groups, (0,))
     source = Source(rank.agent, described, milestone) if milestone else Source(rank.agent, described)
-    legs = EarlyLegs(source, rank.worker._open, layer_ends or {})
-    rank.worker._started = [_Started(rank.agent, described, legs, DeferredCommands(milestone or at_once))]
+    early_prefills = EarlyPrefills(source, rank.worker._open, layer_ends or {})
+    rank.worker._started = [_Started(rank.agent, described, early_prefills, DeferredCommands(milestone or at_once))]
     return rank
 
 
 def nothing_is_left(rank):
     (started,) = rank.worker._started
-    return not (started.early_legs._num_before or rank.worker._open._promised or rank.worker._open._leased)
+    return not (started.early_prefills._num_before or rank.worker._open._promised or rank.worker._open._leased)
 
 
 def told(rank):
@@ -227,7 +227,7 @@ def test_what_a_layer_has_computed_is_told_in_the_middle_of_the_step(rank):
     rank.worker.layer_ended("first")
     rank.worker.layer_ended("second")
     assert len(rank.agent.grown) == 4, "nothing after it was taken back"
-    assert not rank.worker._started[0].early_legs._num_before
+    assert not rank.worker._started[0].early_prefills._num_before
 
 
 def test_layers_are_told_of_when_the_device_has_done_them_and_after_the_step_before(rank):

@@ -1,4 +1,4 @@
-"""Early legs in the scheduler's half, on vLLM's own requests and steps: what is promised, told, kept and taken back."""
+"""Early prefills in the scheduler's half, on vLLM's requests and steps: what is promised, told, kept or taken back."""
 
 import importlib
 import warnings

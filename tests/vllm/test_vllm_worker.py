@@ -22,7 +22,7 @@ from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, at_once
-from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source
+from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
 from kvferry.connectors.vllm.worker.worker import Worker, _Started
 from kvferry.errors import TransferError
 from kvferry.plan.description.layout import Layout
@@ -75,8 +75,8 @@ class Rank:
         self.agent = FakeAgent()
         self.worker = Worker(None, SETTINGS, None)
         described = Described(Layout((), (), (), ()), (), (GroupFacts(0),), (0,))
-        early_legs = EarlyLegs(Source(self.agent, described), self.worker._open)
-        self.worker._started.append(_Started(self.agent, described, early_legs, DeferredCommands(at_once)))
+        early_prefills = EarlyPrefills(Source(self.agent, described), self.worker._open)
+        self.worker._started.append(_Started(self.agent, described, early_prefills, DeferredCommands(at_once)))
 
     def says(self, *notices):
         for notice in notices:

@@ -1,4 +1,4 @@
-"""What an early leg is promised: the name and the lease that an engine's own front end has chosen for it.
+"""What an early prefill is promised: the name and the lease that an engine's own front end has chosen for it.
 
 They pass through the body of a request, which a client writes. The front end and the scheduler share a key, and what is
 not sealed with it promises nothing: nobody else may say what a lease is called.

@@ -1,8 +1,8 @@
 """Which requests one prefill cannot stand for: the rules that the router and the connectors share, pure.
 
-A prefill leg answers with the cache of one sequence. Several prompts would all be decoded from the first one's cache,
-and the second of several samples would read blocks that the prefill engine has freed. The logits of the prompt, and
-other things computed with it, exist only where the prompt is computed.
+A prefill request answers with the cache of one sequence. Several prompts would all be decoded from the first one's
+cache, and the second of several samples would read blocks that the prefill engine has freed. The logits of the prompt,
+and other things computed with it, exist only where the prompt is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def needs_prompt_logits(prompt_logprobs: int | None) -> bool:
 
 
 def decode_only_reason(endpoint: Endpoint, asked: Mapping[str, Any]) -> DecodeOnlyReason | None:
-    """The label of what stands against a prefill leg. `asked` has the decoded values of the `DECISIVE` fields."""
+    """The label of what stands against a prefill request. `asked` has the decoded values of the `DECISIVE` fields."""
     for name, label in DECISIVE[endpoint].items():
         if name in asked and name not in FOR_PROMPT_LOGITS and CONDITIONS.get(name, _is_given)(asked[name]):
             return label
@@ -56,7 +56,7 @@ def _are_several_prompts(value: object) -> bool:
 
 
 def _depends_on_length(value: object) -> bool:
-    """-1 is what the context leaves, and that depends on `max_tokens`, of which the prefill leg has another number."""
+    """-1 is what the context leaves, and that depends on `max_tokens`, which is another one in the prefill request."""
     return isinstance(value, int) and value < 0
 
 
@@ -75,4 +75,4 @@ DECISIVE: Mapping[Endpoint, Mapping[str, DecodeOnlyReason]] = {
     | {name: field.decode_only for name, field in fields_of(endpoint).items() if field.decode_only}
     for endpoint in Endpoint
 }
-"""The fields whose values can stand against a prefill leg, with the labels."""
+"""The fields whose values can stand against a prefill request, with the labels."""

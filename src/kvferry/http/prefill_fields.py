@@ -1,11 +1,11 @@
-"""What a prefill leg does with each field of a chat or completion request: one table, pure.
+"""What a prefill request does with each field of a chat or completion request: one table, pure.
 
-A prefill leg asks an engine for the cache of a prompt and for one token, which nobody reads: the decode engine computes
-the prompt's last token again and writes the whole answer. So the leg keeps what decides the prompt, the choice of the
-cache, or the place in a queue; it drops what a single token cannot fulfil and what only shapes an answer that is thrown
-away. A field that is in no row is kept: an engine may use it for the prompt, and a prompt that differs costs more than
-a field too many. `kvferry.http.disaggregation` says when a field with a label forbids a prefill leg.
-The value of a field that is changed is set where the leg's body is made: `kvferry.router.request.client_request`.
+A prefill request asks an engine for the cache of a prompt and for one token, which nobody reads: the decode engine
+computes the prompt's last token again and writes the whole answer. So it keeps what decides the prompt, the choice of
+the cache, or the place in a queue; it drops what a single token cannot fulfil and what only shapes an answer that is
+thrown away. A field that is in no row is kept: an engine may use it for the prompt, and a prompt that differs costs
+more than a field too many. `kvferry.http.disaggregation` says when a field with a label forbids a prefill request.
+The value of a field that is changed is set where the request is made: `kvferry.router.request.client_request`.
 
 The columns are the request classes of vLLM 0.32, of SGLang 0.5.23, and of OpenAI's client; tests compare them.
 """
@@ -36,7 +36,7 @@ class Api(Flag):
 
 
 class InPrefill(StrEnum):
-    """What becomes of a field in the prefill leg."""
+    """What becomes of a field in the prefill request."""
 
     KEPT = "kept"
     CHANGED = "changed"
@@ -55,7 +55,7 @@ class DecodeOnlyReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestField:
-    """`decode_only` is the label of the reason that the field can give against a prefill leg, if there is one."""
+    """`decode_only` is the label of the reason that the field can give against a prefill request, if there is one."""
 
     name: str
     apis: Api
@@ -81,13 +81,13 @@ CACHE = "decides which cached prompts the request may use"
 ROUTING = "decides where or when the engine works on it"
 SAMPLING = "decides how a token is drawn, which one token can fulfil"
 UNUSED = "says something about the client or the account; engines ignore it"
-LENGTH = "the leg asks for one token"
+LENGTH = "a prefill request asks for one token"
 ENDING = "says where an answer ends, and a single token has no such place"
 GRAMMAR = "a single token cannot fulfil a grammar, and compiling one takes time"
 ANSWER = "shapes an answer that is not read"
-STREAM = "the leg's answer is no stream, or a stream of one token"
-RANK = "names a rank of one engine; the legs run on two"
-ONE_SEQUENCE = "a prefill leg answers with the cache of one sequence"
+STREAM = "its answer is no stream, or a stream of one token"
+RANK = "names a rank of one engine; prefill and decode run on two"
+ONE_SEQUENCE = "a prefill request answers with the cache of one sequence"
 WHERE_COMPUTED = "exists only where the prompt is computed"
 
 
@@ -131,12 +131,14 @@ FIELDS: tuple[RequestField, ...] = (
     *_rows(SGLANG, KEPT, "names the request in logs", "rid"),
     RequestField("session_params", SGLANG, KEPT, "continues a session of one engine", DecodeOnlyReason.ENGINE_SESSION),
     *_rows(SGLANG, DROPPED, RANK, "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank"),
-    *_rows(SGLANG, DROPPED, "tells SGLang's legs from each other", "bootstrap_host bootstrap_port bootstrap_room"),
+    *_rows(
+        SGLANG, DROPPED, "pairs SGLang's prefill and decode requests", "bootstrap_host bootstrap_port bootstrap_room"
+    ),
     RequestField("kv_transfer_params", VLLM, CHANGED, "asks for a cache that another engine will read"),
     # How much is computed, and how it is answered.
     RequestField("max_tokens", EVERY, CHANGED, LENGTH),
     RequestField("max_completion_tokens", CHAT, CHANGED, LENGTH),
-    RequestField("stream", EVERY, CHANGED, "true only in a leg that refers to its cache before it is computed"),
+    RequestField("stream", EVERY, CHANGED, "true only where it refers to its cache before it is computed"),
     RequestField("stream_options", EVERY, DROPPED, STREAM),
     *_rows(VLLM, DROPPED, STREAM, "stream_interval"),
     *_rows(ST, DROPPED, STREAM, "stream_reasoning"),
@@ -197,5 +199,5 @@ def fields_of(endpoint: Endpoint) -> dict[str, RequestField]:
 
 
 def dropped(endpoint: Endpoint) -> frozenset[str]:
-    """The fields that a prefill leg leaves out."""
+    """The fields that a prefill request leaves out."""
     return frozenset(name for name, field in fields_of(endpoint).items() if field.in_prefill is DROPPED)

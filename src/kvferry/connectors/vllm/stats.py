@@ -22,7 +22,7 @@ PHASES, FETCHES, MOVED, BEGUN, DECLINED = "phases", "fetches", "moved", "begun",
 class FerryStats(NixlKVConnectorStats):
     """The stock connector's lists, one record per phase of a fetch (phase, peer, transport, seconds), one per fetch
     that has ended (vLLM's id of the request, and the fields of its `FetchOutcome`), how many bytes the agent has moved
-    in each direction, the names of early legs that have begun, and caches that were not transferred on purpose (side
+    in each direction, the names of early prefills that have begun, and caches not transferred on purpose (side
     and reason).
     """
 

@@ -1,4 +1,4 @@
-"""Prefill legs that are answered at once with a reference to what is going to be computed: pure."""
+"""Prefill requests that are answered at once with a reference to what is going to be computed: pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat.co
 _TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class EarlyLeg:
+class EarlyPrefill:
     """One such request, as its client has sent it. `fields` are the top level of its body."""
 
     def __init__(self, path: str, fields: Mapping[str, msgspec.Raw], params: Mapping[str, Any]) -> None:
@@ -53,8 +53,8 @@ class EarlyLeg:
         return {"type": "http.response.body", "body": sse(event), "more_body": True}
 
 
-def early_leg(path: str, body: bytes) -> EarlyLeg | None:
-    """The early leg that a request is; None for any other, and for what vLLM is to refuse.
+def early_prefill(path: str, body: bytes) -> EarlyPrefill | None:
+    """The early prefill that a request is; None for any other, and for what vLLM is to refuse.
 
     Raises RequestError for one that cannot be.
     """
@@ -68,7 +68,7 @@ def early_leg(path: str, body: bytes) -> EarlyLeg | None:
     if not isinstance(params, dict) or params.get("do_remote_decode") is not True or not wants_early(params):
         return None
     _check(fields, params)
-    return EarlyLeg(path, fields, params)
+    return EarlyPrefill(path, fields, params)
 
 
 def _check(fields: Mapping[str, msgspec.Raw], params: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`FerryMiddleware`, for vLLM's HTTP server: releases, who this is, early legs, and how the cache of an answer came."""
+"""`FerryMiddleware`, for vLLM's HTTP server: releases, who this is, early prefills, and how an answer's cache came."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry import WIRE_VERSION, Reason
 from kvferry.connectors.vllm_middleware.buffered_request import BufferedRequest
-from kvferry.connectors.vllm_middleware.early import early_leg
-from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS, leg_of
+from kvferry.connectors.vllm_middleware.early import early_prefill
+from kvferry.connectors.vllm_middleware.request_names import ANSWER_PATHS, names_of
 from kvferry.connectors.vllm_middleware.responses import Delivery, EarlyResponse, HeldResponse, json_response
 from kvferry.connectors.vllm_middleware.worker_reports import (
     FETCH_OUTCOMES,
@@ -91,26 +91,26 @@ class FerryMiddleware:
             await self._pass_other(path, request, send)
 
     async def _early(self, path: str, request: BufferedRequest, send: Send) -> EarlyResponse | None:
-        """The response to an early leg, if it is one. Raises FerryError.
+        """The response to an early prefill, if it is one. Raises FerryError.
 
         Nothing else of it is kept: an answer may take long, and a prompt be large.
         """
-        leg = early_leg(path, request.body)
-        if leg is None:
+        early = early_prefill(path, request.body)
+        if early is None:
             return None
         facts = await self._workers.early(request.scope["app"].state)
-        request.replace(leg.body(facts))
-        return EarlyResponse(self._starts, leg.name, leg.first_event(facts), send)
+        request.replace(early.body(facts))
+        return EarlyResponse(self._starts, early.name, early.first_event(facts), send)
 
     async def _pass_other(self, path: str, request: BufferedRequest, send: Send) -> None:
-        leg = leg_of(path, Headers(scope=request.scope).get("x-request-id"), request.body)
+        names = names_of(path, Headers(scope=request.scope).get("x-request-id"), request.body)
         delivery = Delivery(request.receive, send)
-        out = delivery.send if leg.prefill_name else send
+        out = delivery.send if names.prefill_name else send
         try:
-            await self._respond(request, HeldResponse(self._outcomes, leg.decode_name, leg.is_local, out))
+            await self._respond(request, HeldResponse(self._outcomes, names.decode_name, names.is_local, out))
         finally:
-            if leg.prefill_name and not delivery.is_done:
-                await self._forsake(request.scope["app"].state, leg.prefill_name)
+            if names.prefill_name and not delivery.is_done:
+                await self._forsake(request.scope["app"].state, names.prefill_name)
 
     async def _respond(self, request: BufferedRequest, response: EarlyResponse | HeldResponse) -> None:
         try:

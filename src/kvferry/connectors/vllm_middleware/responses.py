@@ -24,10 +24,10 @@ def json_response(status: int, body: object) -> Response:
 
 
 class HeldResponse:
-    """Passes everything on. Of a decode leg's answer the head waits for the first of its body, and gets its headers.
+    """Passes everything on. The head of a decode request's answer waits for its first token, and gets its headers.
 
     vLLM begins a stream at once; by the time of its first token it is known how the cache came. `name` is vLLM's name
-    for the decode leg; empty for one of which vLLM tells nothing, and for any other request, which `is_local`.
+    for the decode request; empty for one of which vLLM tells nothing, and for any other request, which `is_local`.
     """
 
     def __init__(self, outcomes: FetchOutcomes, name: str, is_local: bool, send: Send) -> None:

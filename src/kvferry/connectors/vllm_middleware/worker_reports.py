@@ -95,7 +95,7 @@ class FetchOutcomes:
 
 
 class PrefillStarts:
-    """By the agents' name of an early leg."""
+    """By the agents' name of an early prefill."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

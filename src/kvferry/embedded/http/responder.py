@@ -92,7 +92,7 @@ class Responder:
         finally:
             if self._status != OK:
                 self._service.client_left(self._call)
-            self._service.metrics.count_request(self._call.ask.leg.kind, self._status)
+            self._service.metrics.count_request(self._call.ask.role.kind, self._status)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._service.answer(self._call)) as pieces:
@@ -102,12 +102,12 @@ class Responder:
                 if not self._call.ask.stream:
                     body = await self._whole(first, pieces)
             except FerryError as error:
-                self._headers |= lost_headers(self._call.ask.leg.kind, error)
+                self._headers |= lost_headers(self._call.ask.role.kind, error)
                 response = error_response(error, self._service.engine.failure, self._headers)
                 self._status = response.status_code
                 await response(scope, receive, send)
                 return
-            self._headers |= cache_headers(self._call.ask.leg.kind, first.report)
+            self._headers |= cache_headers(self._call.ask.role.kind, first.report)
             self._status = OK
             if self._call.ask.stream:
                 headers = {"content-type": SSE_MEDIA_TYPE, "cache-control": "no-cache"} | self._headers
@@ -129,7 +129,7 @@ class Responder:
     async def _events(self, first: AnswerChunk, pieces: AsyncIterator[AnswerChunk]) -> AsyncIterator[bytes]:
         """The answer as server-sent events. The client was told 200: an error is one more event."""
         if first.reference:
-            # Only an early leg has one so soon; its caller can begin with the other leg at once.
+            # Only an early prefill has one so soon; its caller can begin with the decode request at once.
             yield sse(self._object(self._shape.chunk_kind, []) | _reference_of(first))
         for choice in self._shape.opening(len(self._call.requests)):
             yield sse(self._chunk(choice))
@@ -191,11 +191,11 @@ class Responder:
         return choice | {"token_ids": list(token_ids)} if self._call.ask.return_token_ids else choice
 
 
-def cache_headers(leg: str, report: Report) -> dict[str, str]:
+def cache_headers(role: str, report: Report) -> dict[str, str]:
     """How the cache came: `received` from another engine, `recomputed` here because that failed, and why, or `local`,
     where nobody else was asked; and how long each phase took, in ms."""
     received = "recomputed" if report.recomputed else "received"
-    headers = {CACHE_HEADER: received if leg == "decode" else "local"}
+    headers = {CACHE_HEADER: received if role == "decode" else "local"}
     if report.recomputed:
         headers[CACHE_REASON_HEADER] = report.recomputed
     if report.phases_s:
@@ -204,9 +204,9 @@ def cache_headers(leg: str, report: Report) -> dict[str, str]:
     return headers
 
 
-def lost_headers(leg: str, error: FerryError) -> dict[str, str]:
+def lost_headers(role: str, error: FerryError) -> dict[str, str]:
     """Of an error instead of an answer: whether the cache is why, and the reason."""
-    if leg != "decode" or not isinstance(error, TransferError):
+    if role != "decode" or not isinstance(error, TransferError):
         return {}
     return {CACHE_HEADER: "lost", CACHE_REASON_HEADER: error.reason}
 

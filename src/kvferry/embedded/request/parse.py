@@ -63,10 +63,10 @@ class SamplingOverrides:
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class RequestRole:
     """Which part of a disaggregated request this is: `prefill`, `decode`, or `whole`; `params` is untrusted.
 
-    A prefill leg that `is_early` gives its reference before it has computed anything.
+    A prefill request that `is_early` gives its reference before it has computed anything.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class GenerationRequest:
     """What a request wants: `num_choices` answers to each of `prompts`, of `model` where it names one.
 
     `max_new_tokens` is -1 when the caller left it to us. An answer ends with one of `stop_token_ids`, with one of the
-    model's own unless it `ignores_eos`, or as `text` says. Only a leg with the same `cache_salt` may use the cache.
+    model's own unless it `ignores_eos`, or as `text` says. Only a request with the same `cache_salt` may use the cache.
     With `echoes` the prompt's text goes before answers.
     """
 
@@ -95,7 +95,7 @@ class GenerationRequest:
     stream: bool
     include_usage: bool
     return_token_ids: bool
-    leg: Leg
+    role: RequestRole
     cache_salt: str = ""
     echoes: bool = False
 
@@ -158,12 +158,12 @@ def decode_supported(body: bytes, kind: type[Body]) -> Body:
 
 
 def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> GenerationRequest:
-    leg = _leg(body.kv_transfer_params or {})
-    if leg.kind == "prefill" and body.stream and not leg.is_early:
+    role = _role(body.kv_transfer_params or {})
+    if role.kind == "prefill" and body.stream and not role.is_early:
         raise RequestError("a prefill request cannot be streamed", found="stream", hint="set stream to false")
-    if leg.is_early and not body.stream:
+    if role.is_early and not body.stream:
         raise RequestError("an early prefill request must be streamed", found="no stream", hint="set stream to true")
-    num_choices = _num_choices(body, len(prompts), leg)
+    num_choices = _num_choices(body, len(prompts), role)
     return GenerationRequest(
         model=body.model,
         prompts=prompts,
@@ -177,7 +177,7 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> G
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         return_token_ids=bool(body.return_token_ids),
-        leg=leg,
+        role=role,
         cache_salt=body.cache_salt or "",
     )
 
@@ -201,7 +201,7 @@ def _token_ids(items: object) -> tuple[int, ...]:
     return tuple(item for item in items if isinstance(item, int)) if isinstance(items, list) else ()
 
 
-def _num_choices(body: CompletionBody | ChatBody, num_prompts: int, leg: Leg) -> int:
+def _num_choices(body: CompletionBody | ChatBody, num_prompts: int, role: RequestRole) -> int:
     num_choices = 1 if body.n is None else body.n
     if num_choices * num_prompts > MAX_CHOICES:
         raise RequestError(
@@ -218,7 +218,7 @@ def _num_choices(body: CompletionBody | ChatBody, num_prompts: int, leg: Leg) ->
             hint="leave best_of out, and choose among n answers yourself",
             param="best_of",
         )
-    if leg.kind != "whole" and num_choices * num_prompts > 1:
+    if role.kind != "whole" and num_choices * num_prompts > 1:
         raise RequestError(
             "a request with several answers cannot be divided into prefill and decode",
             found=f"{num_choices} answers to {num_prompts} prompts, and kv_transfer_params",
@@ -228,7 +228,7 @@ def _num_choices(body: CompletionBody | ChatBody, num_prompts: int, leg: Leg) ->
     return num_choices
 
 
-def _leg(params: dict[str, Any]) -> Leg:
+def _role(params: dict[str, Any]) -> RequestRole:
     """vLLM's key names: the source is told to expect a remote decode, the target that a remote prefill took place."""
     ours = params.get("kvferry")
     marks = {key: params.get(key) for key in ("do_remote_decode", "do_remote_prefill")}
@@ -243,7 +243,7 @@ def _leg(params: dict[str, Any]) -> Leg:
             found="do_remote_decode and do_remote_prefill",
             expected="one of them",
         )
-    return Leg("prefill" if source else "decode" if target else "whole", params, source and wants_early(params))
+    return RequestRole("prefill" if source else "decode" if target else "whole", params, source and wants_early(params))
 
 
 def _max_new_tokens(body: CompletionBody | ChatBody) -> int:

@@ -44,10 +44,10 @@ def scored_token(tokenizer: Tokenizer, scored: Scored, text_offset: int) -> Scor
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """A part of choice `index` of an answer. The last one has a `finish_reason`, the report, and a prefill leg's
+    """A part of choice `index` of an answer. The last one has a `finish_reason`, the report, and a prefill request's
     reference.
 
-    That of an early leg comes in its first piece as well, which has nothing else.
+    That of an early prefill comes in its first piece as well, which has nothing else.
     """
 
     text: str

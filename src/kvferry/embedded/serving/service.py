@@ -1,4 +1,4 @@
-"""Answers requests: whole ones, prefill legs for another engine, and decode legs after another engine."""
+"""Answers requests: whole ones, prefill requests for another engine, and decode requests after another engine."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class ServeInfo:
 @dataclass(frozen=True, slots=True)
 class TokenizedRequest:
     """A client's request on its way through the service: one request to the engine for each choice of the answer, in
-    their order. Each has an id that this process uses once. A leg has exactly one. `echoes` are the texts that go
-    before the answers, one for each choice, or none.
+    their order. Each has an id that this process uses once. A prefill or decode request has exactly one. `echoes` are
+    the texts that go before the answers, one for each choice, or none.
     """
 
     requests: tuple[Request, ...]
@@ -63,7 +63,7 @@ class TokenizedRequest:
         return sum(len(request.prompt) for request in self.requests[:: self.ask.num_choices])
 
     def prompt(self, num_tokens: int) -> Prompt:
-        """The first tokens of a leg's prompt, as other engines name them: what a cache here depends on are tokens
+        """The first tokens of the prompt, as other engines name them: what a cache here depends on are tokens
         alone, and a salt says who may use it."""
         salt = self.ask.cache_salt
         return Prompt.of(self.requests[0].prompt[:num_tokens], [PromptInput("salt", salt)] if salt else [])
@@ -98,8 +98,8 @@ class Service:
         self._draining = True
 
     def client_left(self, call: TokenizedRequest) -> None:
-        """Drop the cache of a prefill leg whose client has left: nobody knows the reference to it."""
-        if call.ask.leg.kind == "prefill":
+        """Drop the cache of a prefill request whose client has left: nobody knows the reference to it."""
+        if call.ask.role.kind == "prefill":
             self.transfer.abort(call.requests[0].request_id)
 
     async def call(self, request_id: str, ask: GenerationRequest) -> TokenizedRequest:
@@ -115,7 +115,7 @@ class Service:
 
     def _request(self, request_id: str, prompt: tuple[int, ...], ask: GenerationRequest, sampling: Sampling) -> Request:
         max_new_tokens = self._max_new_tokens(ask, len(prompt))
-        if sampling.min_tokens > max_new_tokens and ask.leg.kind != "prefill":
+        if sampling.min_tokens > max_new_tokens and ask.role.kind != "prefill":
             raise RequestError(
                 "min_tokens is more than the answer may have",
                 found=f"min_tokens {sampling.min_tokens}, at most {max_new_tokens} tokens",
@@ -133,8 +133,8 @@ class Service:
 
     async def answer(self, call: TokenizedRequest) -> AsyncGenerator[AnswerChunk, None]:
         """The pieces of an answer; closing the iterator ends the request. Raises FerryError."""
-        match call.ask.leg.kind:
-            case "prefill" if call.ask.leg.is_early:
+        match call.ask.role.kind:
+            case "prefill" if call.ask.role.is_early:
                 pieces = self._prefill_early(call)
             case "prefill":
                 yield await self._prefill(call)
@@ -190,7 +190,7 @@ class Service:
                 Reason.ABORTED,
                 "no decode engine waits for this prompt's cache any more",
                 found=str(error),
-                hint="the decode leg has given up, or the reference was released",
+                hint="the decode request has given up, or the reference was released",
             ) from error
 
     def _prefilled(self, call: TokenizedRequest, first: Token, reference: dict[str, object]) -> AnswerChunk:
@@ -229,7 +229,7 @@ class Service:
         began = time.perf_counter()
         with ExitStack() as undo:
             # Refused, or left by the client while it waited for room: the source need not keep the cache for us.
-            undo.callback(self.transfer.decline, request_id, call.ask.leg.params)
+            undo.callback(self.transfer.decline, request_id, call.ask.role.params)
             tables = await self.engine.reserve(call.requests[0])
             prompt = call.prompt(len(call.requests[0].prompt) - 1)
             undo.pop_all()
@@ -237,7 +237,7 @@ class Service:
         with ExitStack() as undo:
             undo.callback(self.transfer.abort, request_id)
             try:
-                received = await self.transfer.fetch(request_id, call.ask.leg.params, tables, prompt)
+                received = await self.transfer.fetch(request_id, call.ask.role.params, tables, prompt)
             except TransferError:
                 undo.pop_all()  # it has ended by itself
                 raise

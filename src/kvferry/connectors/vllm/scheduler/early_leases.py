@@ -1,4 +1,4 @@
-"""The early legs of the scheduler's half: prefills whose cache is promised before it is computed."""
+"""The early prefills of the scheduler's half: prefills whose cache is promised before it is computed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, Pro
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats, Moved
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, end_of_request
-from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source
+from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
 from kvferry.connectors.vllm.worker.ranks import Introduction, meet
 from kvferry.connectors.vllm_middleware.worker_reports import names_of
@@ -67,7 +67,7 @@ class _Started:
 
     agent: Agent
     described: Described
-    early_legs: EarlyLegs
+    early_prefills: EarlyPrefills
     deferred: DeferredCommands
     cache: str = ""
     may_grow: bool = False
@@ -110,11 +110,11 @@ class Worker:
         sys.setswitchinterval(SWITCH_S)
         agent.start()
         ends = described.layer_ends if self._settings.layer_wise else {}
-        early_legs = EarlyLegs(Source(agent, described, on.milestone), self._open, ends)
+        early_prefills = EarlyPrefills(Source(agent, described, on.milestone), self._open, ends)
         speculates = self._config.speculative_config is not None
         deferred = DeferredCommands(end_of_request(on.milestone, speculates=speculates))
         grows = described.counts_alike and may_grow(self._kv_cache_config)
-        self._started.append(_Started(agent, described, early_legs, deferred, contents(*layouts), grows))
+        self._started.append(_Started(agent, described, early_prefills, deferred, contents(*layouts), grows))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
 
     def address(self) -> RankAddress:
@@ -150,7 +150,7 @@ class Worker:
     def layer_ended(self, layer: str) -> None:
         """In the forward pass: a layer has done all its work, or the device has been told to."""
         for ours in self._started:
-            ours.early_legs.layer_ended(layer)
+            ours.early_prefills.layer_ended(layer)
 
     def _lease(self, order: LeaseOrder) -> None:
         name = self._open.lease(order)
@@ -174,22 +174,22 @@ class Worker:
         for promise in orders.promises:
             self._promise(ours, promise)
         self._open.begun(orders.begun)
-        ours.early_legs.withdraw(orders.withdrawn)
-        ours.early_legs.step(orders.growths)
+        ours.early_prefills.withdraw(orders.withdrawn)
+        ours.early_prefills.step(orders.growths)
         for end in orders.ended:
-            ours.early_legs.end(end)
+            ours.early_prefills.end(end)
 
     def _promise(self, ours: _Started, order: PromiseOrder) -> None:
         if self._is_over():
             return
-        ours.early_legs.promise(order)
+        ours.early_prefills.promise(order)
         if (order.name, order.lease_id) in self._released:
             ours.agent.withdraw(order.name)
 
     def withdraw(self, names: Sequence[str]) -> None:
         """Take promises back, before anything is written to their blocks."""
         for ours in self._started:
-            ours.early_legs.withdraw(names)
+            ours.early_prefills.withdraw(names)
 
     def _fetch(self, order: FetchOrder) -> None:
         if order.error or self._is_over():
@@ -210,7 +210,7 @@ class Worker:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Who this engine is, and what its own front end needs for early legs."""
+        """Who this engine is, and what its own front end needs for early prefills."""
         ours = self._ours()
         party = ours.agent.party
         return {
@@ -273,7 +273,7 @@ class Worker:
         while not self._notices.empty():
             self._note(self._notices.get())
         for ours in self._started:
-            ours.early_legs.look()
+            ours.early_prefills.look()
             ours.deferred.look()
         return self._open.take_results()
 

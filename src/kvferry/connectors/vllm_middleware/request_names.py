@@ -1,4 +1,4 @@
-"""Which requests are prefill or decode legs, and what vLLM calls them: pure."""
+"""Which requests are for prefill or for decode alone, and what vLLM calls them: pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DECODE_MARK, PREFILL_MARK = b"do_remote_prefill", b"do_remote_decode"
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
-    """vLLM's name of a prefill or decode leg; both are empty for any other request, and where vLLM makes up the name.
+class RequestNames:
+    """vLLM's name of a prefill or of a decode request; both are empty for any other, and where vLLM makes up the name.
     `is_local` says that no other engine is asked for a cache; it is false where that is not known."""
 
     prefill_name: str = ""
@@ -34,21 +34,21 @@ class _Body(msgspec.Struct):
     request_id: str | None = None
 
 
-def leg_of(path: str, header_id: str | None, body: bytes) -> Leg:
+def names_of(path: str, header_id: str | None, body: bytes) -> RequestNames:
     """What a request is. Of an empty body nothing is known: it was too large.
 
     `header_id` is the caller's `X-Request-Id`, which goes before the body's `request_id`.
     """
     if DECODE_MARK not in body and PREFILL_MARK not in body:
-        return Leg(is_local=bool(body))
+        return RequestNames(is_local=bool(body))
     try:
         asked = msgspec.json.decode(body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Leg(is_local=DECODE_MARK not in body)
+        return RequestNames(is_local=DECODE_MARK not in body)
     params = asked.kv_transfer_params or _Params()
     given = asked.request_id if header_id is None else header_id
     name = _NAMES[path].format(given) if given is not None else ""
-    return Leg(
+    return RequestNames(
         prefill_name=name if params.do_remote_decode else "",
         decode_name=name if params.do_remote_prefill else "",
         is_local=not params.do_remote_prefill,

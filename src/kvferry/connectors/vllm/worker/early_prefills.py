@@ -1,4 +1,4 @@
-"""The early legs of a worker's half: leases on prefills that vLLM still computes, and how far those are."""
+"""The early prefills of a worker's half: leases on prefills that vLLM still computes, and how far those are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Source:
     milestone: Milestone = at_once
 
 
-class EarlyLegs:
+class EarlyPrefills:
     """By the agents' name of a request; what vLLM is told of each is in `open_requests`. `layer_ends` are those of
     `Described` where layers are told of one by one.
 

@@ -36,7 +36,7 @@ def prefill(prefiller: Served, ask: dict[str, Any], path: str = COMPLETIONS) -> 
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 700])
-def test_two_legs_give_the_answer_of_one(prefiller: Served, decoder: Served, num_tokens: int) -> None:
+def test_two_engines_give_the_answer_of_one(prefiller: Served, decoder: Served, num_tokens: int) -> None:
     ask = body(num_tokens)
     _, plain = decoder.ask(COMPLETIONS, ask)
     params = prefill(prefiller, ask)
@@ -52,7 +52,7 @@ def test_two_legs_give_the_answer_of_one(prefiller: Served, decoder: Served, num
     assert report["recomputed"] == ""
 
 
-def test_two_legs_of_a_streamed_chat(prefiller: Served, decoder: Served) -> None:
+def test_two_engines_answer_a_streamed_chat(prefiller: Served, decoder: Served) -> None:
     ask: dict[str, Any] = {"messages": [{"role": "user", "content": "Who rings the bell?"}], "max_tokens": 9}
     _, plain = decoder.ask(CHAT, ask)
     params = prefill(prefiller, ask, CHAT)
