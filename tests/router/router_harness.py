@@ -49,6 +49,8 @@ class Engine:
     ready_status: int = 404
     # What kvferry's own engines tell of themselves; others tell nothing.
     info: dict = field(default_factory=dict)
+    # What servers of SGLang tell.
+    server_info: dict = field(default_factory=dict)
     models: list[dict] = field(default_factory=list)
     models_status: int = 200
     seen: list[Seen] = field(default_factory=list)
@@ -79,6 +81,9 @@ class Engine:
     async def who(self, request: web.Request) -> web.Response:
         return web.json_response(self.info, status=200 if self.info else 404)
 
+    async def tell_server_info(self, request: web.Request) -> web.Response:
+        return web.json_response(self.server_info, status=200 if self.server_info else 404)
+
     async def release(self, request: web.Request) -> web.Response:
         self.released.put_nowait(await request.json())
         return web.json_response({"released": True})
@@ -95,6 +100,7 @@ class Engine:
         app.router.add_get("/health", self.health)
         app.router.add_get("/ready", self.ready)
         app.router.add_get("/kvferry/info", self.who)
+        app.router.add_get("/server_info", self.tell_server_info)
         app.router.add_post("/kvferry/release", self.release)
         app.router.add_get("/v1/models", self.list_models)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None)

@@ -53,6 +53,11 @@ def pick(role, *excluded):
     return Pick(role, frozenset(excluded))
 
 
+def pick_alone(*excluded):
+    """A decode instance that computes prompts."""
+    return Pick(Role.DECODE, frozenset(excluded), alone=True)
+
+
 def play(flow: Flow, *steps) -> None:
     """Each step is an event and the commands that it must lead to."""
     for event, commands in steps:
@@ -224,7 +229,7 @@ def test_a_decode_only_request_is_tried_elsewhere_without_a_prefill():
         (Began(), [pick(Role.DECODE)]),
         (Picked(D0), [pick(Role.PREFILL)]),
         (NoInstance(), [fallback("no_prefill_instance"), Send(D0, RAW)]),
-        (Failed("reset", ""), [failed(Role.DECODE, "reset"), pick(Role.DECODE, D0)]),
+        (Failed("reset", ""), [failed(Role.DECODE, "reset"), pick_alone(D0)]),
         (Picked(D1), [retry(Role.DECODE, "reset"), Send(D1, RAW)]),
     )
 
@@ -369,7 +374,7 @@ def test_a_client_that_leaves_ends_the_request_in_flight(way):
 def test_what_one_prefill_cannot_stand_for_is_served_by_decode_alone(extra, reason):
     raw = b'{"prompt": "a", ' + extra + b"}"
     flow = new_flow(raw)
-    play(flow, (Began(), [fallback(reason), pick(Role.DECODE)]), (Picked(D0), [Send(D0, raw)]))
+    play(flow, (Began(), [pick_alone()]), (Picked(D0), [fallback(reason), Send(D0, raw)]))
     assert flow.path is Path.DECODE_ONLY
 
 
@@ -512,12 +517,11 @@ def test_a_prompt_that_was_read_differently_is_computed_by_the_decode_instance_a
     """A second prefill instance would read the same as the first one."""
     flow = new_flow()
     differs = Answered(502, b'{"error": {"message": "x", "code": "%s"}}' % reason.encode())
-    counts = [failed(Role.DECODE, reason), fallback(reason)]
     play(
         flow,
         *to_decoding(),
-        (differs, [*counts, pick(Role.DECODE, P0)]),
-        (Picked(D0), [Send(D0, RAW)]),
+        (differs, [failed(Role.DECODE, reason), pick_alone(P0)]),
+        (Picked(D0), [fallback(reason), Send(D0, RAW)]),
     )
     assert flow.reason == reason
 

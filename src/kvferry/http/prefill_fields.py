@@ -201,3 +201,9 @@ def fields_of(endpoint: Endpoint) -> dict[str, RequestField]:
 def dropped(endpoint: Endpoint) -> frozenset[str]:
     """The fields that a prefill request leaves out."""
     return frozenset(name for name, field in fields_of(endpoint).items() if field.in_prefill is DROPPED)
+
+
+def dropped_before_first_token(endpoint: Endpoint) -> frozenset[str]:
+    """The fields that a prefill leg leaves out whose token is the first one of the answer: it is drawn, and its
+    probabilities are told, as the client wants it."""
+    return frozenset(name for name in dropped(endpoint) if fields_of(endpoint)[name].reason in (STREAM, RANK))

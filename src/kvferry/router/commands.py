@@ -23,16 +23,27 @@ class Counted(StrEnum):
 class Pick:
     """Choose a healthy instance of `role` outside `excluded`.
 
+    `alone`: a decode instance that computes the prompt itself, if there is one.
     Answered by `Picked`, `NoInstance`, `SkipPrefill` (prefill only) or `Overloaded`.
     """
 
     role: Role
     excluded: frozenset[Instance]
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
     """POST `body` to `instance`; answered by `Answered`, `Promised`, `Opened` or `Failed`."""
+
+    instance: Instance
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """POST `body` to a prefill instance beside D's request, which follows. Nothing waits for its answer: should it be
+    an error, D's request ends with `PREFILL_LOST` or `PREFILL_REFUSED`."""
 
     instance: Instance
     body: bytes
@@ -94,4 +105,4 @@ class Count:
     reason: str
 
 
-Command = Pick | Send | Release | Cancel | Relay | Forward | Refuse | EndWithError | Cut | Count
+Command = Pick | Send | Start | Release | Cancel | Relay | Forward | Refuse | EndWithError | Cut | Count

@@ -11,7 +11,13 @@ TOO_LATE = "request_deadline"
 """The time is over that the client has given the request: no instance is to blame."""
 
 PREFILL_LOST = "prefill_lost"
-"""A decode request was ended that waited for a cache which an early prefill has failed to compute."""
+"""A decode request was ended that waited for a cache which the prefill beside it has failed to compute."""
+
+PREFILL_REFUSED = "prefill_refused"
+"""The same, where the prefill instance has refused the request: its answer is for the client."""
+
+NOT_WANTED = "not_wanted"
+"""A request was ended, since nobody waits for its answer any more."""
 
 PREFILL_FAILS = "prefill_keeps_failing"
 """There was no prefill, since every prefill instance has answered such requests with errors."""
@@ -36,11 +42,14 @@ class Began:
 class Picked:
     """The instance that a `Pick` asked for; it counts as loaded from now on.
 
-    `is_early`: P shall refer to the cache before it has computed it.
+    `is_early`: P shall refer to the cache before it has computed it. `room`: P refers to no cache, for P and D find one
+    another by these fields, a JSON object; then both are asked at once. `computes`: D can compute the prompt by itself.
     """
 
     instance: Instance
     is_early: bool = False
+    room: bytes = b""
+    computes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

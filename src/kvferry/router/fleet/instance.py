@@ -93,17 +93,20 @@ class InstanceState:
             tokens_per_s=self.speed.tokens_per_s,
             cached_tokens=num_cached * cost.prefix_tokens if self.info.prefix_cache else 0,
             num_partners=num_partners,
+            computes_prompts=self.info.computes_prompts,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceRequest:
-    """`partners` is the decode instance that a prefill instance must be able to give its cache to."""
+    """`partners` is the decode instance that a prefill instance must be able to give its cache to. `alone` asks for a
+    decode instance that computes prompts itself, if there is one."""
 
     role: Role
     cost: RequestCost = NO_COST
     excluded: frozenset[Instance] = frozenset()
     partners: tuple[Instance, ...] = ()
+    alone: bool = False
 
 
 class Reservation:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from kvferry.router.config import DEFAULT_POLICY, PolicySettings
 from kvferry.router.fleet.circuit_breaker import BreakerSettings, BreakerTable, Trial
-from kvferry.router.fleet.engine_info import EngineInfo, differences
+from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, differences
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState, OpenRequests, Origin, ProbeResult, Reservation
 from kvferry.router.fleet.prefill_speed import Mean
 from kvferry.router.policy.prefill_threshold import threshold_tokens
@@ -94,6 +94,7 @@ class InstancePool:
                 state.expires_at = self.now + lease_s
             return False
         self._states[instance] = InstanceState(instance, origin, self.now + lease_s)
+        self._compare(instance)
         self._left.pop(instance, None)
         self.kinds.clear()
         self._metrics.show_health(instance, False, False)
@@ -144,14 +145,19 @@ class InstancePool:
         decode = self.ready(Role.DECODE)
         return [(p, d) for p in self.ready(Role.PREFILL) for d in decode if self._is_compatible((p, d))]
 
-    def can_prefill_early(self, instance: Instance) -> bool:
-        """Whether a prefill instance says that it refers to caches before it has computed them."""
+    def info_of(self, instance: Instance) -> EngineInfo:
+        """What an instance says of itself; nothing if it has left."""
         state = self._states.get(instance)
-        return state is not None and state.info.early
+        return state.info if state is not None else UNKNOWN_ENGINE
 
     def can_serve(self) -> bool:
         """Whether there is a decode instance that a request could be sent to now."""
         return any(state.can_serve(self.now) for state in self._of_role(Role.DECODE))
+
+    def needs_pair(self) -> bool:
+        """Whether no decode instance that a request could be sent to now computes prompts."""
+        able = [state for state in self._of_role(Role.DECODE) if state.can_serve(self.now)]
+        return not any(state.info.computes_prompts for state in able)
 
     def reserve(self, request: InstanceRequest) -> Reservation | SkipPrefill | Overloaded | NoInstance:
         """Have the policy choose; an instance that it chose is reserved, everything else is its decision."""
@@ -202,10 +208,7 @@ class InstancePool:
         if state.introduce(info):
             self.kinds.clear()
             self._forget_process(instance)
-        self.incompatible = frozenset(pair for pair in self.incompatible if instance not in pair)
-        for pair, found in self._incompatible_with(instance):
-            self.incompatible |= {pair}
-            logger.warning("%s and %s are never paired: %s", *_urls(pair), "; ".join(found))
+        self._compare(instance)
 
     def show(self) -> None:
         """Bring the gauges up to date for whoever reads them; at each request that would cost more than its choice."""
@@ -274,7 +277,14 @@ class InstancePool:
         serving = [state for state in allowed if state.serves(request.cost.model)]
         # A decode instance refuses a model that it does not have better than we could.
         chosen = serving or (allowed if role is Role.DECODE else [])
+        if role is Role.DECODE and (request.alone or not request.cost.is_divisible):
+            chosen = self._computing(chosen, request.cost.is_divisible) or chosen
         return tuple(self._load(state, request) for state in chosen)
+
+    def _computing(self, states: list[InstanceState], is_divisible: bool) -> list[InstanceState]:
+        """Those that compute prompts. What only they can serve waits for one that is down."""
+        able = [state for state in states if state.info.computes_prompts]
+        return [state for state in able if state.can_serve(self.now)] if is_divisible else able
 
     def _load(self, state: InstanceState, request: InstanceRequest) -> Load:
         num_cached = self.prefixes.num_known(state.instance, request.cost.prefixes)
@@ -286,6 +296,15 @@ class InstancePool:
 
     def _is_compatible(self, pair: Pair) -> bool:
         return pair not in self.incompatible and self.pairs.may_begin(pair, self.now)
+
+    def _compare(self, instance: Instance) -> None:
+        """Find the pairs that it must not be in. Who has not said yet who it is may be told apart later."""
+        self.incompatible = frozenset(pair for pair in self.incompatible if instance not in pair)
+        for pair, found in self._incompatible_with(instance):
+            self.incompatible |= {pair}
+            is_known = UNKNOWN_ENGINE not in (self._states[one].info for one in pair)
+            level = logging.WARNING if is_known else logging.DEBUG
+            logger.log(level, "%s and %s are never paired: %s", *_urls(pair), "; ".join(found))
 
     def _incompatible_with(self, instance: Instance) -> Iterable[tuple[Pair, tuple[str, ...]]]:
         for other in self.states:

@@ -1,6 +1,7 @@
 """The active probe: asks every instance's `/ready`, and `/health` where that is not 200, again and again.
 
-Who an instance is, kvferry's engines say at `/kvferry/info`; of others `/v1/models` and `/version` tell a part of it.
+Who an instance is, kvferry's engines say at `/kvferry/info`; of others `/v1/models` and `/version` tell a part of it,
+and `/server_info` of SGLang's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.fleet.engine_info import EngineInfo
 from kvferry.router.fleet.instance import InstanceState, ProbeResult
 from kvferry.router.fleet.instance_pool import InstancePool
+from kvferry.router.fleet.sglang_info import OWNER, sglang_info
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.lenient_json import decoded
 from kvferry.router.upstream.failures import CONNECT_TIMEOUT, DEADLINE, FAILURES, REFUSED, reason_of
@@ -119,9 +121,11 @@ class Prober:
         if told := await self._fetch(instance, "/kvferry/info"):
             return decoded(told, EngineInfo) or EngineInfo()
         models = decoded(await self._fetch(instance, "/v1/models"), Models) or Models([])
+        owners, names = {model.owned_by for model in models.data}, tuple(model.id for model in models.data)
+        if OWNER in owners:
+            return sglang_info(await self._fetch(instance, "/server_info"), instance.role, names)
         version = decoded(await self._fetch(instance, "/version"), Version) or Version()
-        owners = " ".join(sorted({model.owned_by for model in models.data}))
-        return EngineInfo(owners, version.version, models=tuple(model.id for model in models.data))
+        return EngineInfo(" ".join(sorted(owners)), version.version, models=names)
 
     async def _fetch(self, instance: Instance, path: str) -> bytes:
         """Nothing of an answer but a 200 is read: an engine without this path may say so at any length."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
-from kvferry.router.commands import Count, Counted, Pick, Send
+from kvferry.router.commands import Count, Counted, Pick, Send, Start
 from kvferry.router.events import (
     PREFILL_FAILS,
     PREFILL_LOST,
+    PREFILL_REFUSED,
     Answered,
     ClientGone,
     Ended,
@@ -20,6 +22,7 @@ from kvferry.router.events import (
     Picked,
     Promised,
 )
+from kvferry.router.fleet.engine_info import MAX_ROOM, room_at
 from kvferry.router.fleet.instance import InstanceRequest, Reservation
 from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import EarlyPrefill, PrefillUsage
@@ -44,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """One request is in flight at a time, and an early prefill may be beside it. `close` ends them all.
+    """One request is in flight at a time, and a prefill request may be beside it. `close` ends them all.
 
     `answer` is the last one that came whole.
     """
@@ -82,12 +85,26 @@ class Dispatcher:
         self._release(command.role)
         decode = self._reserved.get(Role.DECODE)
         partners = (decode.instance,) if command.role is Role.PREFILL and decode else ()
-        found = self._services.pool.reserve(InstanceRequest(command.role, self._call.cost, command.excluded, partners))
+        asked = InstanceRequest(command.role, self._call.cost, command.excluded, partners, command.alone)
+        found = self._services.pool.reserve(asked)
         if isinstance(found, Reservation):
             self._reserved[command.role] = found
             self._outcomes.chosen(found.instance, partners)
-            return Picked(found.instance, self._may_be_early(found.instance))
+            return self._picked(found.instance)
         return found
+
+    def start(self, command: Start) -> None:
+        """Send a prefill request beside the decode request that follows: the two meet in a room."""
+        request = self._upstream_request(command)
+        self._sent.append(request)
+        self._outcomes.sends(request.reservation, divided=True)
+        now = time.monotonic()
+        self.timing.began(Role.PREFILL, now)
+        self.timing.answered(Role.PREFILL, now, [])
+        self.timing.promised()
+        self._usage.cached_tokens = None
+        ended = partial(self._early_ended, self._outcomes.hears_end_in_room)
+        self._usage.early = EarlyPrefill(request, request.run, ended)
 
     async def send(self, command: Send, path: Path) -> Event:
         """Send a request to the instance that was picked for it."""
@@ -111,7 +128,9 @@ class Dispatcher:
             case Promised():
                 self._services.metrics.early_decodes.inc()
                 self.timing.promised()
-                self._usage.early = EarlyPrefill(request, self._early_ended)
+                self._usage.early = EarlyPrefill(
+                    request, request.rest, partial(self._early_ended, self._outcomes.hears_end)
+                )
         return event
 
     async def relay(self, headers: Headers) -> Event:
@@ -177,29 +196,45 @@ class Dispatcher:
             request.trace.ended(outcome_of(event))
         self._outcomes.hears(event, request.headers, self.timing.handover_s)
 
-    def _may_be_early(self, instance: Instance) -> bool:
+    def _picked(self, instance: Instance) -> Picked:
+        """What a chosen instance can do, and how its request is to begin."""
+        info = self._services.pool.info_of(instance)
+        if instance.role is Role.DECODE:
+            return Picked(instance, computes=info.computes_prompts)
         from_tokens = self._services.config.early_from_tokens
         is_long = 0 < from_tokens <= self._call.cost.prompt_tokens
-        return is_long and instance.role is Role.PREFILL and self._services.pool.can_prefill_early(instance)
+        # Another room for every try: an engine may still be busy with what was asked before.
+        room = room_at(instance, info, 1 + secrets.randbelow(MAX_ROOM))
+        return Picked(instance, is_early=is_long and info.early, room=room)
 
-    def _early_ended(self, request: UpstreamRequest, event: Event) -> None:
-        """An early prefill has ended by itself. If it has failed, nobody need wait until decode has found that out."""
+    def _early_ended(self, hears: Callable[[Reservation, Event], str], request: UpstreamRequest, event: Event) -> None:
+        """A prefill beside decode has ended by itself. If it has failed, nobody need wait until decode has found that
+        out."""
         self._usage.early = None
         if isinstance(event, Ended):
             self._usage.cached_tokens = request.cached_tokens
             self.timing.prefilled(time.monotonic())
         request.trace.ended(outcome_of(event))
-        if reason := self._outcomes.hears_end(request.reservation, event):
+        if reason := hears(request.reservation, event):
             self.count(Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason))
-            self.in_flight.give_up(PREFILL_LOST)
+            self._give_up_decode(request, event)
         self._release(Role.PREFILL)
+
+    def _give_up_decode(self, prefill: UpstreamRequest, event: Event) -> None:
+        """A refusal is about the request, unless the instance has too much to do: the client may be told."""
+        match event:
+            case Answered(status, body) if 400 <= status < 500 and status != 429:
+                self.answer = WholeResponse(status, prefill.headers, body)
+                self.in_flight.give_up(PREFILL_REFUSED)
+            case _:
+                self.in_flight.give_up(PREFILL_LOST)
 
     def _release(self, role: Role) -> None:
         reservation = self._reserved.pop(role, None)
         if reservation is not None:
             reservation.release()
 
-    def _upstream_request(self, command: Send) -> UpstreamRequest:
+    def _upstream_request(self, command: Send | Start) -> UpstreamRequest:
         role, url = command.instance.role, command.instance.url
         trace = self.trace.upstream_began(command.instance)
         select = prefill_headers if role is Role.PREFILL else decode_headers

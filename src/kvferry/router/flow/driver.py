@@ -71,6 +71,8 @@ class Driver:
             match command:
                 case commands.Pick():
                     event = self._dispatcher.pick(command)
+                case commands.Start():
+                    self._dispatcher.start(command)
                 case commands.Send():
                     event = await self._dispatcher.send(command, self.flow.path)
                 case commands.Relay():

@@ -1,12 +1,12 @@
-"""A prefill that has promised a cache, and computes it beside the decode request."""
+"""A prefill request that goes on beside the decode request: it has promised a cache, or both meet in a room."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from kvferry.router.events import Event
+from kvferry.router.events import NOT_WANTED, Event
 from kvferry.router.flow.upstream_request import UpstreamRequest
 from kvferry.router.telemetry.access_log import LEFT
 
@@ -16,18 +16,25 @@ LAST_USAGE_S = 1.0
 
 
 class EarlyPrefill:
-    """Reads the promised answer to its end and tells `ended` how that was, unless it is closed before."""
+    """Waits for the request's `end` and tells `ended` how that was, unless it is closed before."""
 
-    def __init__(self, request: UpstreamRequest, ended: Callable[[UpstreamRequest, Event], None]) -> None:
+    def __init__(
+        self,
+        request: UpstreamRequest,
+        end: Callable[[], Awaitable[Event]],
+        ended: Callable[[UpstreamRequest, Event], None],
+    ) -> None:
         self.request = request
+        self._end = end
         self._ended = ended
         self._is_left = False
         # It ends by itself when the connection does. Cancelling it would leave a cycle.
         self._reading = asyncio.create_task(self._read())
 
     def close(self) -> None:
-        """Leave the stream: the promise is taken back, unless it is kept already."""
+        """Leave it: what it computes is not kept, unless it has been read already."""
         self._is_left = True
+        self.request.give_up(NOT_WANTED)
         self.request.close()
         self.request.trace.ended(LEFT)
 
@@ -36,7 +43,7 @@ class EarlyPrefill:
         await asyncio.wait({self._reading}, timeout=limit_s)
 
     async def _read(self) -> None:
-        event = await self.request.rest()
+        event = await self._end()
         if not self._is_left:
             self._ended(self.request, event)
 

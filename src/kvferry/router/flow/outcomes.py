@@ -6,7 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.http.prefill_fields import DecodeOnlyReason
-from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
+from kvferry.router.events import (
+    INSTANCE_DOWN,
+    PREFILL_LOST,
+    PREFILL_REFUSED,
+    TOO_LATE,
+    Answered,
+    Ended,
+    Event,
+    Failed,
+    Opened,
+)
 from kvferry.router.fleet.circuit_breaker import Trial
 from kvferry.router.fleet.instance import Reservation
 from kvferry.router.fleet.instance_pool import InstancePool
@@ -19,7 +29,7 @@ from kvferry.wire.messages import Reason
 
 # The probe finds out about these at once, and finds the instance again at once when it is back; or the client had no
 # more time; or it was another instance's fault.
-BLAMELESS = GONE | {INSTANCE_DOWN, TOO_LATE, PREFILL_LOST}
+BLAMELESS = GONE | {INSTANCE_DOWN, TOO_LATE, PREFILL_LOST, PREFILL_REFUSED}
 # These lie in the request: with any other pair of engines it would be the same.
 OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *DecodeOnlyReason))
 CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
@@ -153,6 +163,14 @@ class OutcomeRecorder:
                 return reason
         # A cache that nobody waits for any more is not computed to its end.
         return ""
+
+    def hears_end_in_room(self, prefill: Reservation, event: Event) -> str:
+        """The same of a prefill that answers when decode has read its cache: an error may be the fault of either."""
+        if isinstance(event, Answered) and event.status >= 500:
+            if self._pair is not None:
+                self._judge_divided(self._pair, event.status, event.body)
+            return f"status_{event.status}"
+        return self.hears_end(prefill, event)
 
     def end(self) -> None:
         """The request is over: nothing more will be heard of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.http.openai import SERVER_ERROR, error_body
+from kvferry.http.openai import INVALID_REQUEST, SERVER_ERROR, error_body
 from kvferry.router.commands import Refuse
 from kvferry.router.events import PREFILL_FAILS, Failed
 from kvferry.router.policy.records import Overloaded
@@ -33,12 +33,21 @@ def no_decode_instance() -> Refuse:
 
 
 def no_prefill_instance(reason: str) -> Refuse:
-    """Where decode instances are not to compute prompts."""
+    """Where decode instances are not to compute prompts, or cannot."""
     message = (
-        "no prefill instance can compute this prompt now, and this router does not let decode instances compute it;"
+        "no prefill instance can compute this prompt now, and no decode instance may, or can, compute it;"
         f" hint: try again in {RETRY_AFTER_S} s"
     )
     return refusal(503, PREFILL_UNAVAILABLE, message, reason, RETRY_AFTER_S)
+
+
+def undivided(reason: str) -> Refuse:
+    """For what one prefill cannot stand for, where no decode instance computes prompts."""
+    message = (
+        "the engines of this service answer only what one prefill request can stand for, and this request is not"
+        f" ({reason}); hint: ask for one answer to one prompt, without logits of the prompt"
+    )
+    return Refuse(400, refusal_body("cannot_be_divided", message, reason, INVALID_REQUEST))
 
 
 def overloaded(event: Overloaded) -> Refuse:
@@ -54,6 +63,15 @@ def too_late(event: Failed) -> Refuse:
 def decode_failed(event: Failed) -> Refuse:
     status, code = (504, "upstream_timeout") if event.reason == "deadline" else (502, "upstream_unavailable")
     return refusal(status, code, f"the decode instance did not answer: {event.detail}", event.reason)
+
+
+def pair_failed(status: int) -> Refuse:
+    """Of a decode instance that has answered with an error, and cannot serve the request without a prefill instance."""
+    message = (
+        f"a prefill and a decode instance could not serve this request together: decode answered with {status};"
+        " hint: their logs say why"
+    )
+    return refusal(status, "pair_failed", message, f"status_{status}")
 
 
 def prefill_lost(event: Failed) -> Refuse:

@@ -13,6 +13,9 @@ The last command of a batch is the one that is answered by the next event. Rules
 * a computed cache that D will not answer from is released: P would keep it until its lease runs out;
 * a P that is asked early promises the cache before it is computed. D is asked at once and answers when it has come. How
   P's own request ends is no event: should it fail, D's request has failed for want of a cache;
+* P and D that find one another in a room are asked at once, each try in a room of its own. P answers when D has read
+  its cache, so how its request ends is no event either;
+* a D that cannot compute prompts is never asked alone: another D is, if one can, or the client is told why not;
 * when the time is over that the client has given the request, nothing is tried again and nobody is to blame;
 * where D shall not compute prompts in place of P, what D alone would have served is refused. A request that cannot be
   divided is still D's alone: no P could help.
@@ -30,10 +33,19 @@ from kvferry.router.commands import Command, Count, Counted
 from kvferry.router.config import PrefillFallback
 from kvferry.router.events import Event, Path
 from kvferry.router.flow import refusals
+from kvferry.router.flow.attempts import Attempts
 from kvferry.router.flow.engine_response import can_be_released, kept_cache, lost_cache
 from kvferry.router.policy.records import Instance, NoInstance, Overloaded, Role, SkipPrefill
-from kvferry.router.request.client_request import ClientRequest, decode_body, prefill_body
+from kvferry.router.request.client_request import (
+    ClientRequest,
+    decode_body,
+    prefill_body,
+    room_decode_body,
+    room_prefill_body,
+)
 from kvferry.wire.messages import Reason
+
+NO_DECODE_INSTANCE = refusals.no_decode_instance()
 
 
 class State(StrEnum):
@@ -59,17 +71,15 @@ class Flow:
         self._refuses = fallback is PrefillFallback.REFUSE
         self._history: list[str] = []
         self._picked: dict[Role, Instance] = {}
-        self._failed: frozenset[Instance] = frozenset()
-        self._retried: set[Role] = set()
-        # Why the next request of a role is a second try; taken out when that request is sent.
-        self._second_try: dict[Role, str] = {}
+        # Whether the picked D can compute prompts, and why it is to compute this one, if it is.
+        self._computes = True
+        self._alone_for = ""
+        self._attempts = Attempts()
         # What the client gets when no decode instance is left.
-        self._last_answer: Command = refusals.no_decode_instance()
+        self._last_answer: Command = NO_DECODE_INSTANCE
         self._can_append = False
         # A P had too much to do: the client hears it if there is no other one.
         self._overloaded = False
-        # A D that failed with another's cache: either may be at fault. It is chosen again if it is the only one.
-        self._suspected: frozenset[Instance] = frozenset()
         # What P keeps for D, until D answers.
         self._kept = b""
 
@@ -87,46 +97,46 @@ class Flow:
 
     def begin(self, event: events.Began) -> list[Command]:
         """Pick D before P: a prefill that nobody can decode is wasted."""
-        reason = self._request.undivided_reason
-        return [*(self._fall_back(reason) if reason else []), *self._pick(Role.DECODE)]
+        self.reason = self._alone_for = self._request.undivided_reason
+        return self._pick(Role.DECODE)
 
     def take_decode(self, event: events.Picked) -> list[Command]:
-        self._picked[Role.DECODE] = event.instance
-        counts = self._count_retry(Role.DECODE)
-        if self.path is Path.DECODE_ONLY:
-            return [*counts, *self._send_decode(self._request.raw)]
-        return [*counts, *self._pick(Role.PREFILL)]
+        self._picked[Role.DECODE], self._computes = event.instance, event.computes
+        counts = self._attempts.count(Role.DECODE)
+        return [*counts, *(self._serve_alone() if self._alone_for else self._pick(Role.PREFILL))]
 
     def give_up(self, event: NoInstance) -> list[Command]:
-        if self._suspected:
-            self._failed, self._suspected = self._failed - self._suspected, frozenset()
-            return self._pick(Role.DECODE)
-        return self._finish(self._last_answer)
+        return self._pick(Role.DECODE) if self._attempts.acquit(Role.DECODE) else self._finish(self._last_answer)
 
     def turn_away(self, event: Overloaded) -> list[Command]:
         counts = [Count(Counted.TURNED_AWAY, Role.DECODE, event.reason)]
         return [*counts, *self._finish(refusals.overloaded(event))]
 
     def take_prefill(self, event: events.Picked) -> list[Command]:
-        self.state = State.PREFILLING
         self._picked[Role.PREFILL] = event.instance
-        send = commands.Send(event.instance, prefill_body(self._request, event.is_early))
-        return [*self._count_retry(Role.PREFILL), send]
+        counts = self._attempts.count(Role.PREFILL)
+        if event.room:
+            start = commands.Start(event.instance, room_prefill_body(self._request, event.room))
+            return [*counts, start, *self._send_decode(room_decode_body(self._request, event.room))]
+        self.state = State.PREFILLING
+        return [*counts, commands.Send(event.instance, prefill_body(self._request, event.is_early))]
 
     def do_without_prefill(self, event: NoInstance) -> list[Command]:
         if self._overloaded:
             return self._finish(commands.Forward())
-        failed = any(instance.role is Role.PREFILL for instance in self._failed)
+        if self._attempts.acquit(Role.PREFILL):
+            return self._pick(Role.PREFILL)
+        failed = any(instance.role is Role.PREFILL for instance in self._attempts.failed)
         return self._decode_alone("prefill_failed" if failed else "no_prefill_instance")
 
     def skip_prefill(self, event: SkipPrefill) -> list[Command]:
         if self._refuses and event.reason in refusals.FOR_WANT_OF_PREFILL:
             return self._refuse(event.reason)
-        return [*self._fall_back(event.reason, event.detail), *self._send_decode(self._request.raw)]
+        return self._leave_to_decode(event.reason, event.detail)
 
     def take_prefill_answer(self, event: events.Answered) -> list[Command]:
-        self._overloaded = event.status == 429
-        if self._overloaded and self._may_try_again(Role.PREFILL, "status_429"):
+        self._overloaded, prefill = event.status == 429, self._picked[Role.PREFILL]
+        if self._overloaded and self._attempts.may_try_again(Role.PREFILL, "status_429", prefill):
             return [Count(Counted.UPSTREAM_ERROR, Role.PREFILL, "status_429"), *self._pick(Role.PREFILL)]
         if self._overloaded:
             return self._finish(commands.Forward())
@@ -162,14 +172,14 @@ class Flow:
             return self._compute_without(reason, reason, commands.Forward())
         if reason:
             return self._lose_decode(reason, commands.Forward(), self._picked[Role.PREFILL])
-        self._failed |= {self._picked[Role.PREFILL]}
-        self._suspected = frozenset((self._picked[Role.DECODE],))
-        return self._lose_decode(f"status_{event.status}", commands.Forward())
+        return self._lose_pair(event.status)
 
     def lose_decode(self, event: events.Failed) -> list[Command]:
         if event.reason == events.TOO_LATE:
             return [*self._release(events.TOO_LATE), *self._finish(refusals.too_late(event))]
-        if event.reason == events.PREFILL_LOST:
+        if event.reason == events.PREFILL_REFUSED and not self._computes:
+            return self._finish(commands.Forward())
+        if event.reason in (events.PREFILL_LOST, events.PREFILL_REFUSED):
             return self._lose_promise(event)
         return self._lose_decode(event.reason, refusals.decode_failed(event))
 
@@ -198,7 +208,7 @@ class Flow:
 
     def _pick(self, role: Role) -> list[Command]:
         self.state = State.PICKING_DECODE if role is Role.DECODE else State.PICKING_PREFILL
-        return [commands.Pick(role, self._failed)]
+        return [commands.Pick(role, self._attempts.failed, alone=bool(self._alone_for))]
 
     def _send_decode(self, body: bytes) -> list[Command]:
         self.state = State.DECODING
@@ -208,22 +218,32 @@ class Flow:
         self.state = State.DONE
         return [last]
 
-    def _fall_back(self, reason: str, detail: str = "") -> list[Command]:
-        self.path = Path.DECODE_ONLY
-        self.reason = f"{reason}; {detail}" if detail else reason
-        return [Count(Counted.FALLBACK, Role.PREFILL, reason)]
-
     def _decode_alone(self, reason: str) -> list[Command]:
-        if self._refuses:
-            return self._refuse(reason)
-        return [*self._fall_back(reason), *self._send_decode(self._request.raw)]
+        return self._refuse(reason) if self._refuses else self._leave_to_decode(reason)
+
+    def _leave_to_decode(self, reason: str, detail: str = "") -> list[Command]:
+        self._alone_for, self.reason = reason, f"{reason}; {detail}" if detail else reason
+        return self._serve_alone() if self._computes else self._pick(Role.DECODE)
+
+    def _serve_alone(self) -> list[Command]:
+        if not self._computes:
+            return self._refuse(self._alone_for)
+        is_first = self.path is not Path.DECODE_ONLY
+        self.path = Path.DECODE_ONLY
+        counts = [Count(Counted.FALLBACK, Role.PREFILL, self._alone_for)] if is_first else []
+        return [*counts, *self._send_decode(self._request.raw)]
 
     def _refuse(self, reason: str) -> list[Command]:
+        """That a try has failed tells more than that there is nobody for another one."""
         self.reason = reason
-        return [Count(Counted.REFUSED, Role.PREFILL, reason), *self._finish(refusals.no_prefill_instance(reason))]
+        if self._last_answer is not NO_DECODE_INSTANCE and not self._refuses:
+            return self._finish(self._last_answer)
+        is_divided = not self._request.undivided_reason
+        last = refusals.no_prefill_instance(reason) if is_divided else refusals.undivided(reason)
+        return [Count(Counted.REFUSED, Role.PREFILL, reason), *self._finish(last)]
 
     def _lose_prefill(self, reason: str) -> list[Command]:
-        again = self._may_try_again(Role.PREFILL, reason)
+        again = self._attempts.may_try_again(Role.PREFILL, reason, self._picked[Role.PREFILL])
         then = self._pick(Role.PREFILL) if again else self._decode_alone("prefill_failed")
         return [Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason), *then]
 
@@ -231,24 +251,36 @@ class Flow:
         """`culprit` is who must not be chosen again, if it is not the decode instance."""
         self._last_answer = last_answer
         releases = self._release("decode_failed")
-        again = self._may_try_again(Role.DECODE, reason, culprit)
+        again = self._attempts.may_try_again(Role.DECODE, reason, culprit or self._picked[Role.DECODE])
         then = self._pick(Role.DECODE) if again else self._finish(last_answer)
         return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *releases, *then]
 
+    def _lose_pair(self, status: int) -> list[Command]:
+        """Either may be at fault. A D that can do without P does so, rather than have the same one compute again; the
+        words of one that cannot may name places of the inside."""
+        self._attempts.lose(self._picked[Role.PREFILL])
+        self._attempts.suspect(*(self._picked[role] for role in ((Role.DECODE,) if self._computes else Role)))
+        last_answer = commands.Forward() if self._computes else refusals.pair_failed(status)
+        return self._lose_decode(f"status_{status}", last_answer)
+
     def _lose_promise(self, event: events.Failed) -> list[Command]:
-        """P has failed after its promise, and D's request was ended by us: D can always do it alone."""
+        """P has failed beside D, and D's request was ended by us."""
         last_answer = refusals.prefill_lost(event)
-        if Role.DECODE in self._retried:
+        if self._attempts.has_retried(Role.DECODE):
             return self._compute_without(event.reason, "prefill_failed", last_answer)
+        if not self._computes:
+            self._attempts.suspect(self._picked[Role.PREFILL])
         return self._lose_decode(event.reason, last_answer, self._picked[Role.PREFILL])
 
     def _compute_without(self, reason: str, fallback: str, last_answer: Command) -> list[Command]:
         """No P is of use: D cannot compare its own tokens with P's, or they differ; or two of P have failed."""
         self._last_answer = last_answer
-        self._failed |= {self._picked[Role.PREFILL]}
+        self._attempts.lose(self._picked[Role.PREFILL])
         counts = [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *self._release("decode_failed")]
-        then = self._refuse(fallback) if self._refuses else [*self._fall_back(fallback), *self._pick(Role.DECODE)]
-        return [*counts, *then]
+        if self._refuses:
+            return [*counts, *self._refuse(fallback)]
+        self.reason = self._alone_for = fallback
+        return [*counts, *self._pick(Role.DECODE)]
 
     def _release(self, reason: str) -> list[Command]:
         kept, self._kept = self._kept, b""
@@ -256,38 +288,27 @@ class Flow:
             return []
         return [commands.Release(self._picked[Role.PREFILL], b'{"kv_transfer_params": ' + kept + b"}", reason)]
 
-    def _may_try_again(self, role: Role, reason: str, culprit: Instance | None = None) -> bool:
-        self._failed |= {culprit or self._picked[role]}
-        if role in self._retried:
-            return False
-        self._retried.add(role)
-        self._second_try[role] = reason
-        return True
-
-    def _count_retry(self, role: Role) -> list[Command]:
-        reason = self._second_try.pop(role, "")
-        return [Count(Counted.RETRY, role, reason)] if reason else []
-
     def _illegal(self, what: str) -> IllegalEventError:
         return IllegalEventError(f"the flow of a request met {what}", found="; ".join(self._history))
 
 
-PREFILL_OR_DECODE = (State.PICKING_PREFILL, State.DECODING)
 AGAIN_OR_DONE = (State.PICKING_DECODE, State.DONE)
+# D is asked alone, or another one is picked that can compute, or there is none.
+ALONE = (State.DECODING, *AGAIN_OR_DONE)
 
 # What an event does in a state, and the states that this may lead to.
 TRANSITIONS: Mapping[tuple[State, type[Event]], tuple[Callable[[Flow, Any], list[Command]], tuple[State, ...]]] = {
     (State.NEW, events.Began): (Flow.begin, (State.PICKING_DECODE,)),
-    (State.PICKING_DECODE, events.Picked): (Flow.take_decode, PREFILL_OR_DECODE),
+    (State.PICKING_DECODE, events.Picked): (Flow.take_decode, (State.PICKING_PREFILL, State.DECODING, State.DONE)),
     (State.PICKING_DECODE, NoInstance): (Flow.give_up, AGAIN_OR_DONE),
     (State.PICKING_DECODE, Overloaded): (Flow.turn_away, (State.DONE,)),
-    (State.PICKING_PREFILL, events.Picked): (Flow.take_prefill, (State.PREFILLING,)),
-    (State.PICKING_PREFILL, NoInstance): (Flow.do_without_prefill, (State.DECODING, State.DONE)),
-    (State.PICKING_PREFILL, SkipPrefill): (Flow.skip_prefill, (State.DECODING, State.DONE)),
+    (State.PICKING_PREFILL, events.Picked): (Flow.take_prefill, (State.PREFILLING, State.DECODING)),
+    (State.PICKING_PREFILL, NoInstance): (Flow.do_without_prefill, (State.PICKING_PREFILL, *ALONE)),
+    (State.PICKING_PREFILL, SkipPrefill): (Flow.skip_prefill, ALONE),
     (State.PICKING_PREFILL, Overloaded): (Flow.turn_away, (State.DONE,)),
-    (State.PREFILLING, events.Answered): (Flow.take_prefill_answer, (*PREFILL_OR_DECODE, State.DONE)),
+    (State.PREFILLING, events.Answered): (Flow.take_prefill_answer, (State.PICKING_PREFILL, *ALONE)),
     (State.PREFILLING, events.Promised): (Flow.take_promise, (State.DECODING,)),
-    (State.PREFILLING, events.Failed): (Flow.lose_prefill, (*PREFILL_OR_DECODE, State.DONE)),
+    (State.PREFILLING, events.Failed): (Flow.lose_prefill, (State.PICKING_PREFILL, *ALONE)),
     (State.PREFILLING, events.ClientGone): (Flow.abandon, (State.DONE,)),
     (State.DECODING, events.Opened): (Flow.relay, (State.RELAYING,)),
     (State.DECODING, events.Answered): (Flow.take_decode_answer, AGAIN_OR_DONE),

@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass
 
 from kvferry.errors import PeerError
-from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Ended, Failed, Opened, Promised
+from kvferry.router.events import INSTANCE_DOWN, NOT_WANTED, TOO_LATE, Answered, Ended, Failed, Opened, Promised
 from kvferry.router.fleet.instance import Reservation
 from kvferry.router.flow.engine_response import promised_cache, stream_failure, streamed_error
-from kvferry.router.flow.usage import cached_tokens_of_stream
+from kvferry.router.flow.usage import cached_tokens_of, cached_tokens_of_stream
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services
@@ -33,7 +33,7 @@ class Timeouts:
 
 
 class UpstreamRequest:
-    """`ask` once; after `Opened`, `piece` until it is empty; after `Promised`, `rest`.
+    """`ask` once; after `Opened`, `piece` until it is empty; after `Promised`, `rest`. Or `run` it to its end.
 
     Failures come back as events, never as exceptions.
     """
@@ -104,6 +104,8 @@ class UpstreamRequest:
         """Send the request and wait for the answer: D's success up to its first byte, P's stream up to its first event,
         all others whole."""
         limit_s, left_s = self._timeouts.limit_s, self._left_s()
+        if self._is_closed:
+            return Failed(NOT_WANTED, MESSAGES[NOT_WANTED])
         if left_s <= 0:
             return Failed(TOO_LATE, MESSAGES[TOO_LATE])
         self._ends_s, self._limit = time.monotonic() + min(limit_s, left_s), TOO_LATE if left_s < limit_s else DEADLINE
@@ -119,6 +121,16 @@ class UpstreamRequest:
             # It has come in the very moment in which it was given up: nothing has been closed.
             self._is_closed, self._given_up_for = False, ""
         return answered
+
+    async def run(self) -> Answered | Ended | Failed:
+        """Ask for an answer of which nothing but its end matters, or the error that it is."""
+        event = await self.ask()
+        if isinstance(event, Answered) and 200 <= event.status < 300:
+            self.cached_tokens = cached_tokens_of(event.body)
+            return Ended()
+        if isinstance(event, Answered | Failed):
+            return event
+        return self._failed(_no_whole_answer(self._first), MALFORMED)
 
     async def rest(self) -> Answered | Ended | Failed:
         """What follows a promise: its end, or the error that the stream ended with."""
@@ -168,7 +180,7 @@ class UpstreamRequest:
 
     def give_up(self, reason: str) -> None:
         """End it with this reason, if its answer has not begun."""
-        if self._asking is not None:
+        if self._asking is not None and not self._asking.expired():
             self._is_closed, self._given_up_for = True, reason
             self._asking.reschedule(asyncio.get_running_loop().time())
 
@@ -242,6 +254,12 @@ class UpstreamRequest:
 
 def _no_end(body: bytes) -> PeerError:
     return PeerError("the prefill stream was interrupted", found=repr(body[-200:]), expected=DONE.decode())
+
+
+def _no_whole_answer(event: bytes) -> PeerError:
+    return PeerError(
+        "a prefill answer comes as a stream", found=repr(event[:200]), expected="a JSON object, as asked for"
+    )
 
 
 def _no_promise(event: bytes) -> PeerError:

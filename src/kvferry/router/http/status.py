@@ -16,7 +16,7 @@ def readiness(pool: InstancePool, require_prefill: bool) -> tuple[int, dict[str,
     would be served; one that needs no pair is served by a decode instance alone.
     """
     pairs = pool.usable_pairs()
-    reason = _reason(pool, require_prefill and not pairs)
+    reason = _reason(pool, not pairs and (require_prefill or pool.needs_pair()))
     body: dict[str, object] = {
         "status": reason or "ready",
         "path": "" if reason else "disaggregated" if pairs else "decode-only",
@@ -68,6 +68,7 @@ def _instance_status(state: InstanceState, now: float) -> dict[str, object]:
         "registration_lasts_s": lasts_s,
         "engine": info.engine,
         "version": info.version,
+        "handover": str(info.handover),
         "wire_version": info.wire_version,
         "epoch": info.epoch,
         "models": list(info.models),

@@ -28,6 +28,8 @@ def threshold_tokens(query: RoutingQuery) -> int:
 
 def skip(query: RoutingQuery) -> SkipPrefill | None:
     """Why there should be no prefill; None when there should be one."""
+    if not all(load.computes_prompts for load in query.decode):
+        return None
     limit, cost = threshold_tokens(query), query.cost
     cached = max((load.cached_tokens for load in query.decode), default=0)
     if cost.prompt_tokens < limit:

@@ -57,7 +57,7 @@ class Load:
     `outstanding_tokens` tokens of work are assigned to it and not finished. `last_chosen` is the serial number of
     the choice that took it last, 0 when none did yet. `tokens_per_s` is how fast it was seen to compute prompts, 0
     when that is not known. `cached_tokens` of the prompt were sent to it before. `num_partners` instances of the other
-    role can work with it.
+    role can work with it. One that does not compute prompts (`computes_prompts`) serves nothing without a partner.
     """
 
     instance: Instance
@@ -69,6 +69,7 @@ class Load:
     tokens_per_s: float = 0.0
     cached_tokens: int = 0
     num_partners: int = 1
+    computes_prompts: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,20 @@ import msgspec
 
 from kvferry.errors import RequestError
 from kvferry.http.disaggregation import DECISIVE, decode_only_reason
-from kvferry.http.prefill_fields import Endpoint, dropped
+from kvferry.http.prefill_fields import Endpoint, dropped, dropped_before_first_token
 from kvferry.router.policy.records import RequestCost
 from kvferry.router.request.headers import Headers
 
-__all__ = ["Call", "ClientRequest", "Endpoint", "decode_body", "parse_request", "prefill_body"]
+__all__ = [
+    "Call",
+    "ClientRequest",
+    "Endpoint",
+    "decode_body",
+    "parse_request",
+    "prefill_body",
+    "room_decode_body",
+    "room_prefill_body",
+]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Fields = Mapping[str, msgspec.Raw]
@@ -101,6 +110,7 @@ REMOTE_DECODE = {
 # Fields of the router's own requests. From a client they would name places of the inside.
 FOR_ENGINES = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 NOT_FOR_PREFILL = {endpoint: dropped(endpoint) for endpoint in Endpoint}
+NOT_BEFORE_FIRST_TOKEN = {endpoint: dropped_before_first_token(endpoint) for endpoint in Endpoint}
 
 
 def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
@@ -148,8 +158,26 @@ def prefill_body(request: ClientRequest, is_early: bool = False) -> bytes:
 
 def decode_body(request: ClientRequest, transfer: bytes) -> bytes:
     """The client's own bytes with `transfer`, the JSON object that P answered, as one more field."""
-    head = request.raw.rstrip(b" \t\r\n").removesuffix(b"}")
-    return head + b',"kv_transfer_params":' + transfer + b"}"
+    return _with_fields(request.raw, b'{"kv_transfer_params":' + transfer + b"}")
+
+
+def room_prefill_body(request: ClientRequest, room: bytes) -> bytes:
+    """The body of a prefill request whose cache, and first token, are found by `room`, a JSON object of the fields that
+    both instances are given."""
+    left_out = NOT_BEFORE_FIRST_TOKEN[request.endpoint]
+    body: dict[str, Any] = {key: raw for key, raw in request.fields.items() if key not in left_out}
+    body["stream"] = False
+    return _with_fields(msgspec.json.encode(body), room)
+
+
+def room_decode_body(request: ClientRequest, room: bytes) -> bytes:
+    """The client's own bytes with the fields of `room`."""
+    return _with_fields(request.raw, room)
+
+
+def _with_fields(raw: bytes, more: bytes) -> bytes:
+    """Both are JSON objects, and neither is empty."""
+    return raw.rstrip(b" \t\r\n").removesuffix(b"}") + b"," + more.removeprefix(b"{")
 
 
 def _fields(raw: bytes) -> Fields:

@@ -25,8 +25,22 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     )
 )
+# SGLang lets these take the place of fields of the body that only the router may set.
+SGLANG_OVERRIDES = frozenset(
+    (
+        b"x-override-bootstrap-host",
+        b"x-override-bootstrap-port",
+        b"x-override-bootstrap-room",
+        b"x-override-routed-dp-rank",
+        b"x-override-disagg-prefill-dp-rank",
+    )
+)
 # The HTTP client writes its own to engines.
-OWN_OF_REQUEST = HOP_BY_HOP | frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-kvferry-timeout"))
+OWN_OF_REQUEST = (
+    HOP_BY_HOP
+    | SGLANG_OVERRIDES
+    | frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-kvferry-timeout"))
+)
 # The HTTP server of the router writes its own date and server; the timing is told with the router's part in it.
 OWN_OF_RESPONSE = HOP_BY_HOP | frozenset(
     (

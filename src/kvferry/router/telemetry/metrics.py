@@ -45,7 +45,7 @@ class Metrics:
             Counted.TURNED_AWAY: self._counter("kvferry_router_turned_away", "Requests answered with 429.", "reason"),
             Counted.REFUSED: self._counter(
                 "kvferry_router_refused",
-                "Requests refused with 503, since no prefill instance could compute them (--prefill-fallback refuse).",
+                "Requests refused, since no prefill instance could compute them, and no decode instance may, or can.",
                 "reason",
             ),
         }

@@ -7,7 +7,7 @@ import errno
 import aiohttp
 
 from kvferry.errors import PeerError
-from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE
+from kvferry.router.events import INSTANCE_DOWN, NOT_WANTED, PREFILL_LOST, PREFILL_REFUSED, TOO_LATE
 
 REFUSED, UNREACHABLE, CONNECT_TIMEOUT = "refused", "unreachable", "connect_timeout"
 RESET, MALFORMED = "reset", "malformed"
@@ -30,6 +30,8 @@ MESSAGES = {
     STALL: "it sent nothing for too long",
     INSTANCE_DOWN: "it does not answer any more",
     PREFILL_LOST: "the prompt was not computed",
+    PREFILL_REFUSED: "the prefill instance refused the request",
+    NOT_WANTED: "nobody waits for it any more",
     TOO_LATE: "the request's own time limit is over",
 }
 

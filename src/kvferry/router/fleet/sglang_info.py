@@ -1,0 +1,41 @@
+"""What an SGLang server says of itself: `/server_info`. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.router.fleet.engine_info import EngineInfo, Handover
+from kvferry.router.policy.records import Role
+from kvferry.router.request.lenient_json import decoded
+
+OWNER = "sglang"
+"""Who owns its models, as `/v1/models` says."""
+
+WHOLE = "null"
+"""The mode of a server that serves requests from beginning to end."""
+
+
+class ServerInfo(msgspec.Struct):
+    """The fields that matter here, of SGLang 0.5.23: the options that it was started with."""
+
+    version: str = ""
+    disaggregation_mode: str = WHOLE
+    disaggregation_transfer_backend: str = ""
+    disaggregation_bootstrap_port: int = 0
+
+
+def sglang_info(told: bytes, role: Role, models: tuple[str, ...]) -> EngineInfo:
+    """Of a server that is used in this role. One that runs in another mode is in no pair; without an answer that can be
+    understood, the server is one of which nothing else is known."""
+    server = decoded(told, ServerInfo)
+    if server is None:
+        return EngineInfo(OWNER, models=models)
+    return EngineInfo(
+        engine=OWNER,
+        version=server.version,
+        models=models,
+        handover=Handover.ROOM if server.disaggregation_mode == role else Handover.NONE,
+        transfer_backend=server.disaggregation_transfer_backend,
+        bootstrap_port=server.disaggregation_bootstrap_port,
+        computes_prompts=server.disaggregation_mode == WHOLE,
+    )

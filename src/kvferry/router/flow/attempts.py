@@ -1,0 +1,48 @@
+"""Which instances have failed with a request, who may be asked again, and how often: pure."""
+
+from __future__ import annotations
+
+from kvferry.router.commands import Command, Count, Counted
+from kvferry.router.policy.records import Instance, Role
+
+
+class Attempts:
+    """Of one request. Instances that have `failed` are not chosen again, unless they are acquitted."""
+
+    def __init__(self) -> None:
+        self.failed: frozenset[Instance] = frozenset()
+        self._suspected: frozenset[Instance] = frozenset()
+        self._retried: set[Role] = set()
+        # Why the next request of a role is a second try; taken out when that request is sent.
+        self._second_try: dict[Role, str] = {}
+
+    def lose(self, instance: Instance) -> None:
+        """It has failed."""
+        self.failed |= {instance}
+
+    def suspect(self, *instances: Instance) -> None:
+        """Each of these may be at fault, or not: whoever turns out to be the only one of its role is asked again."""
+        self._suspected = frozenset(instances)
+
+    def acquit(self, role: Role) -> bool:
+        """Whether there are suspects of this role: they may be chosen again."""
+        suspects = frozenset(one for one in self._suspected if one.role is role)
+        self.failed, self._suspected = self.failed - suspects, self._suspected - suspects
+        return bool(suspects)
+
+    def may_try_again(self, role: Role, reason: str, culprit: Instance) -> bool:
+        """One more try of a role, per request; `reason` says why it is needed, and `culprit` has failed."""
+        self.lose(culprit)
+        if role in self._retried:
+            return False
+        self._retried.add(role)
+        self._second_try[role] = reason
+        return True
+
+    def has_retried(self, role: Role) -> bool:
+        return role in self._retried
+
+    def count(self, role: Role) -> list[Command]:
+        """A request of this role is about to be sent: it is counted if it is a second try."""
+        reason = self._second_try.pop(role, "")
+        return [Count(Counted.RETRY, role, reason)] if reason else []

@@ -1,0 +1,78 @@
+"""Servers that keep to SGLang's protocol: a prefill answers when its cache was read, a decode computes no prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from router_harness import Behaviour, Engine, Seen, answer, decoding, failing
+
+MODELS = [{"id": "tiny", "owned_by": "sglang"}]
+USAGE = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
+NO_ROOM = "Invalid request: Disaggregated request received without bootstrap room id."
+
+
+@dataclass
+class Meeting:
+    """Of a prefill and a decode request."""
+
+    computed: asyncio.Event = field(default_factory=asyncio.Event)
+    read: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass
+class Rooms:
+    """What the transfer backends of all stubs share: `host`, `port` and `number` of a room name one meeting."""
+
+    meetings: dict[tuple[str, int, int], Meeting] = field(default_factory=lambda: defaultdict(Meeting))
+
+    def of(self, seen: Seen) -> Meeting | None:
+        """None where a request names no room."""
+        fields = (seen.body.get(name) for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room"))
+        host, port, number = fields
+        return self.meetings[host, port, number] if isinstance(number, int) else None
+
+    def prefilling(self) -> Behaviour:
+        async def behave(request: web.Request, seen: Seen) -> web.StreamResponse:
+            meeting = self.of(seen)
+            if meeting is None:
+                return await failing(400, NO_ROOM)(request, seen)
+            meeting.computed.set()
+            await meeting.read.wait()
+            return web.json_response(answer("one", usage=USAGE))
+
+        return behave
+
+    def decoding(self) -> Behaviour:
+        async def behave(request: web.Request, seen: Seen) -> web.StreamResponse:
+            meeting = self.of(seen)
+            if meeting is None:
+                return await failing(400, NO_ROOM)(request, seen)
+            await meeting.computed.wait()
+            meeting.read.set()
+            return await decoding(request, seen)
+
+        return behave
+
+
+def sglang_engine(mode: str, behave: Behaviour, port: int = 8998, **told: object) -> Engine:
+    """A stub that says who it is as SGLang 0.5.23 does."""
+    server_info = {
+        "version": "0.5.23",
+        "disaggregation_mode": mode,
+        "disaggregation_transfer_backend": "kvferry",
+        "disaggregation_bootstrap_port": port,
+        "internal_states": [{}],
+        **told,
+    }
+    return Engine(mode, behave, models=MODELS, server_info=server_info, ready_status=200)
+
+
+def sglang_prefill(rooms: Rooms, behave: Behaviour | None = None, **options) -> Engine:
+    return sglang_engine("prefill", behave or rooms.prefilling(), **options)
+
+
+def sglang_decode(rooms: Rooms, behave: Behaviour | None = None, **options) -> Engine:
+    return sglang_engine("decode", behave or rooms.decoding(), **options)
