@@ -557,6 +557,18 @@ def test_a_router_whose_only_decode_computes_nothing_is_ready_with_its_prefill()
     asyncio.run(main())
 
 
+def test_servers_that_do_not_have_a_model_say_so_themselves():
+    """SGLang's take any name for their model's."""
+
+    async def main():
+        rooms = Rooms()
+        async with cluster([p := sglang_prefill(rooms)], [sglang_decode(rooms)]) as c:
+            assert (await c.complete({"prompt": "a", "model": "other"})).status == 200
+            assert p.seen[0].body["model"] == "other"
+
+    asyncio.run(main())
+
+
 def test_servers_of_two_ways_serve_beside_one_another_and_never_meet():
     async def main():
         rooms = Rooms()

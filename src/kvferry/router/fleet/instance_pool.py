@@ -275,8 +275,9 @@ class InstancePool:
             partners = request.partners
             allowed = [state for state in allowed if all(self._is_compatible((state.instance, d)) for d in partners)]
         serving = [state for state in allowed if state.serves(request.cost.model)]
-        # A decode instance refuses a model that it does not have better than we could.
-        chosen = serving or (allowed if role is Role.DECODE else [])
+        # Who is to answer refuses a model that it does not have better than we could.
+        is_last = role is Role.DECODE or not all(self.info_of(one).computes_prompts for one in request.partners)
+        chosen = serving or (allowed if is_last else [])
         if role is Role.DECODE and (request.alone or not request.cost.is_divisible):
             chosen = self._computing(chosen, request.cost.is_divisible) or chosen
         return tuple(self._load(state, request) for state in chosen)

@@ -215,19 +215,14 @@ class Dispatcher:
             self._usage.cached_tokens = request.cached_tokens
             self.timing.prefilled(time.monotonic())
         request.trace.ended(outcome_of(event))
-        if reason := hears(request.reservation, event):
+        reason = hears(request.reservation, event)
+        if reason == PREFILL_REFUSED and isinstance(event, Answered):
+            self.answer = WholeResponse(event.status, request.headers, event.body)
+            self.in_flight.give_up(PREFILL_REFUSED)
+        elif reason:
             self.count(Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason))
-            self._give_up_decode(request, event)
+            self.in_flight.give_up(PREFILL_LOST)
         self._release(Role.PREFILL)
-
-    def _give_up_decode(self, prefill: UpstreamRequest, event: Event) -> None:
-        """A refusal is about the request, unless the instance has too much to do: the client may be told."""
-        match event:
-            case Answered(status, body) if 400 <= status < 500 and status != 429:
-                self.answer = WholeResponse(status, prefill.headers, body)
-                self.in_flight.give_up(PREFILL_REFUSED)
-            case _:
-                self.in_flight.give_up(PREFILL_LOST)
 
     def _release(self, role: Role) -> None:
         reservation = self._reserved.pop(role, None)

@@ -165,11 +165,14 @@ class OutcomeRecorder:
         return ""
 
     def hears_end_in_room(self, prefill: Reservation, event: Event) -> str:
-        """The same of a prefill that answers when decode has read its cache: an error may be the fault of either."""
-        if isinstance(event, Answered) and event.status >= 500:
-            if self._pair is not None:
-                self._judge_divided(self._pair, event.status, event.body)
-            return f"status_{event.status}"
+        """The same of a prefill that answers when decode has read its cache: an error may be the fault of either, and a
+        refusal is about the request, unless the instance has too much to do."""
+        match event:
+            case Answered(status, _) if 400 <= status < 500 and status != 429:
+                return PREFILL_REFUSED
+            case Answered(status, body) if status >= 500 and self._pair is not None:
+                self._judge_divided(self._pair, status, body)
+                return f"status_{status}"
         return self.hears_end(prefill, event)
 
     def end(self) -> None:

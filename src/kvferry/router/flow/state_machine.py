@@ -177,9 +177,9 @@ class Flow:
     def lose_decode(self, event: events.Failed) -> list[Command]:
         if event.reason == events.TOO_LATE:
             return [*self._release(events.TOO_LATE), *self._finish(refusals.too_late(event))]
-        if event.reason == events.PREFILL_REFUSED and not self._computes:
+        if event.reason == events.PREFILL_REFUSED:
             return self._finish(commands.Forward())
-        if event.reason in (events.PREFILL_LOST, events.PREFILL_REFUSED):
+        if event.reason == events.PREFILL_LOST:
             return self._lose_promise(event)
         return self._lose_decode(event.reason, refusals.decode_failed(event))
 
