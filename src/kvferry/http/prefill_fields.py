@@ -204,6 +204,6 @@ def dropped(endpoint: Endpoint) -> frozenset[str]:
 
 
 def dropped_before_first_token(endpoint: Endpoint) -> frozenset[str]:
-    """The fields that a prefill leg leaves out whose token is the first one of the answer: it is drawn, and its
+    """The fields that a prefill request leaves out whose token is the first one of the answer: it is drawn, and its
     probabilities are told, as the client wants it."""
     return frozenset(name for name in dropped(endpoint) if fields_of(endpoint)[name].reason in (STREAM, RANK))
