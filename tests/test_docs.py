@@ -1,4 +1,4 @@
-"""The documents say what is so: their diagrams, names and commands are checked against the code."""
+"""The documents say what is so: their tables, names and commands are checked against the code."""
 
 import hashlib
 import re
@@ -17,7 +17,7 @@ from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
 from kvferry.session.slot import SLOT_TABLE
 from kvferry.session.source.lease import LEASE_TABLE
-from kvferry.session.state_machine import diagram
+from kvferry.session.state_machine import TransitionTable
 from kvferry.session.target.peers.peer import PEER_TABLE
 from kvferry.session.target.reads.fetch import READ_TABLE
 
@@ -30,8 +30,16 @@ DESIGN = ROOT / "docs/design"
     [LEASE_TABLE, READ_TABLE, SLOT_TABLE, PEER_TABLE],
     ids=["lease", "read", "slot", "peer"],
 )
-def test_the_diagrams_are_those_of_the_tables(table):
-    assert diagram(table) in (DESIGN / "sessions.md").read_text()
+def test_the_transitions_of_the_page_are_those_of_the_code(table):
+    assert f"\n\n{markdown(table)}\n" in (DESIGN / "sessions.md").read_text()
+
+
+def markdown(table: TransitionTable) -> str:
+    """A row for each state that can be left, a column for each event, and the next state where they meet."""
+    states, events = dict.fromkeys(state for state, _ in table), dict.fromkeys(event for _, event in table)
+    rows = [["", *events], ["---"] * (len(events) + 1)]
+    rows += [[f"**{state}**", *(table.get((state, event), "") for event in events)] for state in states]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def test_every_test_that_the_design_names_exists():

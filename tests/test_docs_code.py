@@ -15,7 +15,7 @@ from docs_pages import ROOT, blocks, calls_of, commands, options_of, pages, subc
 
 from kvferry.connectors.sglang.settings import VARIABLE, Settings, settings_from
 
-LANGUAGES = {"bash", "python", "json", "yaml", "toml", "promql", "mermaid", "text"}
+LANGUAGES = {"bash", "python", "json", "yaml", "toml", "promql", "text"}
 # Programs of others that documents call.
 OTHERS = {"umask", "openssl", "grep", "kill", "pip", "docker", "cd", "export"}
 SOURCE = ROOT / "src"

@@ -93,6 +93,18 @@ def site(tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_no_page_asks_another_host(site):
+    """Neither by itself, nor because the theme's script finds something on it that another host's script shows."""
+    loads = re.compile(
+        r"<(?:script|link|img|iframe|source|embed|object)\b[^>]*\b(?:src|data|rel=\"?stylesheet[^>]*href)="
+        r"[\"']?(?:https?:)?//[^>]*>|class=\"?[^\">]*\b(?:mermaid|glightbox|pyodide)\b"
+    )
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 40
+    assert {page.name: found for page in pages if (found := loads.findall(page.read_text()))} == {}
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: none of {', '.join(NAMES)} is installed")
 def test_no_page_is_wider_than_a_phone(site, tmp_path):
     wrong = {page: found for page in MARKDOWN if (found := what_sticks_out(site / page, tmp_path)) != "[]"}

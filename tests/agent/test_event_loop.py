@@ -10,7 +10,7 @@ from kvferry.session.keys import PeerKey
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
 
 
-def test_nobody_knocks_any_more_at_a_peer_that_is_forgotten():
+def test_a_peer_that_is_forgotten_is_not_probed_any_more():
     forgotten = []
     ear = SimpleNamespace(forget=lambda peer: forgotten.append(peer), disconnect=lambda peer: None)
     liveness = LivenessProbes()

@@ -24,7 +24,7 @@ DEADLINE_S = 30.0
 
 
 @asynccontextmanager
-async def served(access: Access, turned_away: OnUnauthorized = lambda *_: None) -> AsyncIterator[str]:
+async def served(access: Access, on_unauthorized: OnUnauthorized = lambda *_: None) -> AsyncIterator[str]:
     """A server that answers on every path."""
 
     async def show(request: Request) -> JSONResponse:
@@ -33,7 +33,7 @@ async def served(access: Access, turned_away: OnUnauthorized = lambda *_: None) 
     routes = [Route("/{path:path}", show, methods=["GET", "POST"])]
     ended = asyncio.Event()
     with listening.listen("127.0.0.1", 0) as bound:
-        app = guarded(Starlette(routes=routes), access, turned_away)
+        app = guarded(Starlette(routes=routes), access, on_unauthorized)
         running = asyncio.create_task(http.run(app, bound, [ended.wait()], 1, http.Drain(0.0, list)))
         try:
             yield listening.url_of(bound)
@@ -64,7 +64,7 @@ def test_the_api_needs_a_key_and_says_so(shown: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "is_kept"), [("trip-7", True), ("", False), ("a,b", False)])
-def test_who_is_turned_away_gets_an_id_that_the_server_is_told(given: str, is_kept: bool) -> None:
+def test_who_is_refused_gets_an_id_that_the_server_is_told(given: str, is_kept: bool) -> None:
     ids: list[str] = []
 
     async def main() -> None:
@@ -100,8 +100,8 @@ def test_without_keys_and_origins_nothing_is_in_the_way() -> None:
 def test_pages_of_an_origin_may_ask_and_can_read_refusals() -> None:
     async def main() -> None:
         async with served(Access(KEYS, origins=(PAGE,))) as url:
-            wish = {"access_control_request_method": "POST", "access_control_request_headers": "authorization"}
-            status, told, _ = await ask(f"{url}/v1/completions", "OPTIONS", origin=PAGE, **wish)
+            preflight = {"access_control_request_method": "POST", "access_control_request_headers": "authorization"}
+            status, told, _ = await ask(f"{url}/v1/completions", "OPTIONS", origin=PAGE, **preflight)
             assert (status, told["access-control-allow-origin"]) == (200, PAGE)
             status, told, _ = await ask(f"{url}/v1/completions", "POST", origin=PAGE)
             assert (status, told["access-control-allow-origin"]) == (401, PAGE)

@@ -357,19 +357,19 @@ def head(status):
 @pytest.mark.parametrize(("path", "name"), [(COMPLETIONS, "cmpl-r-0"), (CHAT, "chatcmpl-r")])
 def test_the_cache_of_a_prefill_that_fails_is_not_left_to_its_lease(path, name, status):
     served = asked(path, PREFILL, says=head(status), workers=[True])
-    assert served.seen[1:] == [("kvferry_forsake", ([name],))]
+    assert served.seen[1:] == [("kvferry_withdraw", ([name],))]
     assert served.sent[0]["status"] == status
 
 
 def test_the_cache_of_a_prefill_that_is_not_answered_is_not_left_to_its_lease():
-    assert asked(body=PREFILL, says=[], workers=[True]).seen[1:] == [("kvferry_forsake", (["cmpl-r-0"],))]
+    assert asked(body=PREFILL, says=[], workers=[True]).seen[1:] == [("kvferry_withdraw", (["cmpl-r-0"],))]
 
 
 @pytest.mark.parametrize("says", [WHOLE, STREAM, STREAM[:2]], ids=["whole", "streamed", "in the middle"])
 def test_the_cache_of_a_prefill_whose_client_left_just_before_its_answer_is_not_left_to_its_lease(says):
     """vLLM answers with 200 all the same."""
     assert asked(body=PREFILL, says=says, leaves=True, workers=[True]).seen[1:] == [
-        ("kvferry_forsake", (["cmpl-r-0"],))
+        ("kvferry_withdraw", (["cmpl-r-0"],))
     ]
 
 
@@ -380,12 +380,12 @@ def test_other_answers_are_sent_without_a_look_at_the_client():
 
 
 @pytest.mark.parametrize(("body", "status"), [(PREFILL, 200), (PREFILL, 400), (DECODE, 500), ({"prompt": "a"}, 500)])
-def test_nothing_else_is_forsaken(body, status):
+def test_nothing_else_is_withdrawn(body, status):
     assert len(asked(body=body, says=head(status), workers=[True]).seen) == 1
 
 
 @pytest.mark.parametrize("workers", [RuntimeError("busy"), [False]])
-def test_an_answer_does_not_depend_on_what_workers_say_of_a_forsaken_cache(workers):
+def test_an_answer_does_not_depend_on_what_workers_say_of_a_withdrawn_cache(workers):
     assert asked(body=PREFILL, says=head(500), workers=workers).sent[0]["status"] == 500
     assert asked(body=PREFILL, says=head(500), extension="").sent[0]["status"] == 500
 
@@ -420,13 +420,13 @@ def test_clients_that_leave_while_workers_are_asked_are_told_of_together():
         await asyncio.sleep(0)
         return [False]
 
-    async def forsake_all():
+    async def withdraw_all():
         state = Vllm().state
         state.engine_client.collective_rpc = collective_rpc
         workers = Workers()
-        await asyncio.gather(*(workers.forsake(state, f"cmpl-{i}-0") for i in range(5)))
+        await asyncio.gather(*(workers.withdraw_lease(state, f"cmpl-{i}-0") for i in range(5)))
 
-    asyncio.run(forsake_all())
+    asyncio.run(withdraw_all())
     assert asked_for == [["cmpl-0-0"], [f"cmpl-{i}-0" for i in range(1, 5)]]
 
 

@@ -41,7 +41,7 @@ def session(model=MODEL, digest=DigestPolicy.OFF) -> TargetSession:
 
 
 def handshake(wanted, party=SOURCE, model=MODEL):
-    """From the wish to the claim, beginning at 0.0."""
+    """From the fetch to the claim, beginning at 0.0."""
     layout = describe(model, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
     peer = PeerKey(PEER.address, party.engine_id, party.epoch)
     offer = m.Offer(party, layout, (), m.Probe(0, 0, 0))

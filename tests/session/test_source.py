@@ -18,7 +18,7 @@ from kvferry.session.source.early_messages import MAX_EARLY, MAX_EARLY_OF_ONE
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.lease import LEASE_TABLE, LeaseState
 from kvferry.session.source.session import SourceSession
-from kvferry.session.state_machine import StateMachine, diagram
+from kvferry.session.state_machine import StateMachine
 from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
@@ -299,10 +299,9 @@ def test_an_illegal_event_raises_with_the_history():
         machine.move("claim")
 
 
-def test_every_state_of_the_table_can_be_reached_and_drawn():
+def test_every_state_of_the_table_can_be_reached():
     reached = {LeaseState.OPEN} | set(LEASE_TABLE.values())
     assert reached == set(LeaseState)
-    assert diagram(LEASE_TABLE).count("-->") == len(LEASE_TABLE)
 
 
 def test_timing_is_data():

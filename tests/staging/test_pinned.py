@@ -18,10 +18,10 @@ MEMORIES = [Memory(1 << 20, 4096, -1), Memory(1 << 21, 8192, -1)]
 
 
 class Driver:
-    """Pins at most `room` bytes; `pinned` is what it has pinned, `story` what it was asked in turn."""
+    """Pins at most `room` bytes; `pinned` is what it has pinned, `calls` what it was asked in turn."""
 
     def __init__(self, room: int = 1 << 20) -> None:
-        self.room, self.pinned, self.story = room, {}, []
+        self.room, self.pinned, self.calls = room, {}, []
 
     def register(self, address: int, num_bytes: int) -> int:
         if num_bytes > self.room or address in self.pinned:
@@ -31,7 +31,7 @@ class Driver:
         return 0
 
     def unregister(self, address: int) -> int:
-        self.story.append(("unregister", address))
+        self.calls.append(("unregister", address))
         self.room += self.pinned.pop(address)
         return 0
 
@@ -57,12 +57,12 @@ def test_a_refusal_says_what_was_asked_and_leaves_nothing_pinned():
 def test_a_device_that_has_failed_does_not_stop_the_end():
     class Lost(Driver):
         def unregister(self, address: int) -> int:
-            self.story.append(("unregister", address))
+            self.calls.append(("unregister", address))
             raise RuntimeError("the device is lost")
 
     driver = Lost()
     pinned(driver, MEMORIES).close()
-    assert len(driver.story) == 2
+    assert len(driver.calls) == 2
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -71,7 +71,7 @@ def test_a_mover_lets_go_when_nothing_runs_any_more(fails):
 
     class Launcher:
         def finish(self) -> None:
-            driver.story.append("finish")
+            driver.calls.append("finish")
             if fails:
                 raise RuntimeError("the device is lost")
 
@@ -80,7 +80,7 @@ def test_a_mover_lets_go_when_nothing_runs_any_more(fails):
     mover = DeviceMover(Launcher(), Regions.of([(memory.address, 4096)]), [pinned(driver, [memory])])
     mover.close()
     mover.close()
-    assert driver.story == ["finish", ("unregister", memory.address)]
+    assert driver.calls == ["finish", ("unregister", memory.address)]
     assert driver.pinned == {}
 
 
@@ -94,30 +94,30 @@ def test_what_a_device_may_still_copy_to_stays_pinned():
     array = np.zeros(4096, np.uint8)
     memory = Memory(array.ctypes.data, 4096, -1)
     DeviceMover(Stuck(), Regions.of([(memory.address, 4096)]), [pinned(driver, [memory])]).close()
-    assert driver.story == []
+    assert driver.calls == []
 
 
 def test_cuda_is_asked_on_the_device_whoever_asks(monkeypatch):
-    story = []
+    calls = []
 
     class Cudart:
         def cudaHostRegister(self, *what):
-            story.append(("register", *what))
+            calls.append(("register", *what))
             return 0
 
         def cudaHostUnregister(self, *what):
-            story.append(("unregister", *what))
+            calls.append(("unregister", *what))
             return 0
 
     @contextlib.contextmanager
     def on(device):
-        story.append(("on", device))
+        calls.append(("on", device))
         yield
-        story.append("off")
+        calls.append("off")
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     monkeypatch.setattr(torch.cuda, "device", on)
     device = torch.device("cuda:1")
     pinned(CudaRuntime(device), MEMORIES[:1]).close()
     on_it = ("on", device)
-    assert story == [on_it, ("register", 1 << 20, 4096, 0), "off", on_it, ("unregister", 1 << 20), "off"]
+    assert calls == [on_it, ("register", 1 << 20, 4096, 0), "off", on_it, ("unregister", 1 << 20), "off"]

@@ -60,11 +60,11 @@ class Model(RuleBasedStateMachine):
             assert all(key > slot.key for key, (other, _) in self.waiting.items() if other == owner)
             self.held[slot.key] = slot
             self.line.remove(owner)
-            self.line += [owner] if self.wishes_of(owner) else []
+            self.line += [owner] if self.requests_of(owner) else []
         assert self.pool.grants() == []
         self.check_room_is_used()
 
-    def wishes_of(self, owner: str) -> list[int]:
+    def requests_of(self, owner: str) -> list[int]:
         """What an owner waits for, in the order in which it was asked for."""
         return [rounded(num_bytes, self.alignment) for other, num_bytes in self.waiting.values() if other == owner]
 
@@ -77,7 +77,7 @@ class Model(RuleBasedStateMachine):
     def check_room_is_used(self) -> None:
         """The bound on fragmentation: who waits, and may have more, wants more than any hole can have to have; but for
         the first in line one stretch is kept, which may be all that is free, and cut a hole in two."""
-        wanted_of = {owner: self.wishes_of(owner)[0] for owner in self.line}
+        wanted_of = {owner: self.requests_of(owner)[0] for owner in self.line}
         in_line = [
             wanted
             for owner, wanted in wanted_of.items()
@@ -103,7 +103,7 @@ class Model(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.waiting)))
         self.pool.release(key)
         owner, _ = self.waiting.pop(key)
-        if not self.wishes_of(owner):
+        if not self.requests_of(owner):
             self.line.remove(owner)
 
     @invariant()
@@ -130,7 +130,7 @@ class Model(RuleBasedStateMachine):
         assert self.num_asked not in self.pool
 
     def teardown(self) -> None:
-        """Every wish is served while slots are released, and in the end the arena is one piece again."""
+        """Every request is served while slots are released, and in the end the arena is one piece again."""
         self.grant()
         while self.held:
             self.pool.release(next(iter(self.held)))
@@ -174,7 +174,7 @@ def test_owners_that_always_wait_are_never_two_slots_apart(data, owners, room):
     large=st.integers(8, 32),
     order=st.randoms(use_true_random=False),
 )
-def test_a_large_wish_is_served_when_the_slots_in_one_stretch_are_released(small, large, order):
+def test_a_large_request_is_served_when_the_slots_in_one_stretch_are_released(small, large, order):
     """While small ones keep coming, and whichever slots are released, only those held before may delay it."""
     pool = Pool(32, 1)
     for number, units in enumerate(small):
@@ -199,7 +199,7 @@ def test_a_large_wish_is_served_when_the_slots_in_one_stretch_are_released(small
     assert "large" in held
 
 
-def test_small_wishes_pass_a_large_one_but_not_into_its_stretch():
+def test_small_requests_pass_a_large_one_but_not_into_its_stretch():
     pool = Pool(8, 1)
     pool.ask("a", 1, 3)
     pool.ask("b", 1, 2)
@@ -214,7 +214,7 @@ def test_small_wishes_pass_a_large_one_but_not_into_its_stretch():
     assert pool.grants() == [Slot("large", 0, 5)]
 
 
-def test_a_large_wish_takes_a_better_place_than_the_promised_one():
+def test_a_large_request_takes_a_better_place_than_the_promised_one():
     pool = Pool(8, 1)
     for number in range(4):
         pool.ask(number, 1, 2)
@@ -229,7 +229,7 @@ def test_a_large_wish_takes_a_better_place_than_the_promised_one():
     assert pool.grants() == [Slot("next", 0, 2)]
 
 
-def test_a_withdrawn_wish_leaves_its_stretch_to_others():
+def test_a_withdrawn_request_leaves_its_stretch_to_others():
     pool = Pool(4, 1)
     pool.ask("held", 1, 3)
     pool.grants()
@@ -241,7 +241,7 @@ def test_a_withdrawn_wish_leaves_its_stretch_to_others():
 
 
 @pytest.mark.parametrize("end", ["served", "withdrawn"])
-def test_each_large_wish_is_promised_a_stretch_of_its_own(end):
+def test_each_large_request_is_promised_a_stretch_of_its_own(end):
     pool = Pool(8, 1)
     for number in range(4):
         pool.ask(number, 1, 2)
@@ -262,7 +262,7 @@ def test_each_large_wish_is_promised_a_stretch_of_its_own(end):
     assert pool.grants() == [Slot("second", 4, 4)]
 
 
-def test_a_small_wish_stays_out_of_the_stretch_even_if_it_fits_better_there():
+def test_a_small_request_stays_out_of_the_stretch_even_if_it_fits_better_there():
     pool = Pool(8, 1)
     for number, units in enumerate([2, 1, 2, 1, 2]):
         pool.ask(number, 1, units)
@@ -381,7 +381,7 @@ def test_an_arena_that_holds_nothing_is_refused(size, alignment):
 
 
 @pytest.mark.parametrize("num_bytes", [0, -1, 2 * MIB + 1])
-def test_a_wish_that_never_fits_fails_alone(num_bytes):
+def test_a_request_that_never_fits_fails_alone(num_bytes):
     pool = Pool(2 * MIB + 4095)
     with pytest.raises(TransferError, match="1 to 2097152 bytes"):
         pool.ask("key", "owner", num_bytes)

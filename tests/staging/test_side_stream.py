@@ -30,7 +30,7 @@ class RecordedModule:
     """What torch.cuda and torch.xpu have in common: remembers what is queued on which stream."""
 
     def __init__(self) -> None:
-        self.story: list[tuple] = []
+        self.calls: list[tuple] = []
         self.current = "engine"
         self.is_done = False
         self.selected = "first"
@@ -45,7 +45,7 @@ class RecordedModule:
 
         class Event:
             def record(self, stream) -> None:
-                module.story.append(("record", stream, self))
+                module.calls.append(("record", stream, self))
 
             def query(self) -> bool:
                 return module.is_done
@@ -75,7 +75,7 @@ def recorded(monkeypatch):
     module = RecordedModule()
     monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
     monkeypatch.setattr(
-        side_stream, "copy_tile", lambda columns, launch: module.story.append(("copy", module.current, len(columns)))
+        side_stream, "copy_tile", lambda columns, launch: module.calls.append(("copy", module.current, len(columns)))
     )
     return module, side_stream
 
@@ -92,9 +92,9 @@ def test_nobody_waits_for_the_side_and_the_side_for_nobody(recorded):
     module, side_stream = recorded
     side = side_stream.SideStream(torch.device("cpu"))
     is_done = side.launch([tile_at(64)])
-    (_, own, _), (_, _, done) = module.story
+    (_, own, _), (_, _, done) = module.calls
     assert own is not module.current
-    assert module.story == [("copy", own, 6), ("record", own, done)]
+    assert module.calls == [("copy", own, 6), ("record", own, done)]
     assert not is_done()
     module.is_done = True
     assert is_done()
@@ -127,9 +127,9 @@ def test_all_tiles_of_a_copy_are_done_together(recorded):
     module, side_stream = recorded
     side = side_stream.SideStream(torch.device("cpu"))
     is_done = side.launch([tile_at(64, 2), tile_at(256, 3)])
-    assert [step[0] for step in module.story] == ["copy", "copy", "record"]
+    assert [step[0] for step in module.calls] == ["copy", "copy", "record"]
     # Each begins at a multiple of 16 bytes.
-    assert [step[2] for step in module.story[:2]] == [8, 12]
+    assert [step[2] for step in module.calls[:2]] == [8, 12]
     assert not is_done()
     module.is_done = True
     assert is_done()
@@ -149,7 +149,7 @@ def test_a_copy_whose_later_tile_cannot_be_launched_ends_when_the_others_have(re
 
     monkeypatch.setattr(side_stream, "copy_tile", fail_at_last)
     is_done = side.launch([tile_at(64), tile_at(256, 3)])
-    assert [step[0] for step in module.story] == ["copy", "record"]
+    assert [step[0] for step in module.calls] == ["copy", "record"]
     assert not is_done()
     module.is_done = True
     with pytest.raises(type(error), match="no kernel"):

@@ -23,7 +23,7 @@ from servers import Pair, PairSpec, Server, ServerSpec
 
 STEP_TOKENS = 256
 CHUNKED = ("--max-num-batched-tokens", str(STEP_TOKENS))
-# It has a door through which all running requests are preempted.
+# It has an endpoint that preempts all running requests.
 DEVELOPING = (("VLLM_SERVER_DEV_MODE", "1"),)
 PUSHED = (("strategy", "direct"), ("transfer_direction", "push"))
 BOTH = PairSpec(

@@ -152,7 +152,7 @@ def test_what_is_promised_and_taken_back_in_one_step_is_both(rank):
     assert (len(rank.agent.wanted), rank.agent.withdrawn) == (1, [NAME])
 
 
-def test_a_request_that_was_forsaken_and_then_preempted_leaves_nothing(rank):
+def test_a_request_that_was_withdrawn_and_then_preempted_leaves_nothing(rank):
     rank.worker.obey(Orders(promises=[PROMISE]))
     rank.says(LeaseEnded(NAME, "aborted"))
     rank.worker.obey(Orders(withdrawn=[NAME]))

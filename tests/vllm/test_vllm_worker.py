@@ -320,41 +320,41 @@ NAMED = LeaseOrder("cmpl-r-0-12345678", "lease", ((1,),), 40)
 
 def test_a_lease_whose_answer_nobody_got_is_ended_by_its_callers_name(rank):
     rank.worker.obey(Orders(leases=[NAMED, LEASE]))
-    assert rank.worker.forsake(["cmpl-r-0"])
+    assert rank.worker.withdraw_leases(["cmpl-r-0"])
     assert rank.agent.withdrawn == [NAMED.request_id]
     assert rank.says(LeaseEnded(NAMED.request_id, "withdrawn")) == ({NAMED.request_id}, set(), set())
-    assert not rank.worker.forsake(["cmpl-r-0"])
+    assert not rank.worker.withdraw_leases(["cmpl-r-0"])
 
 
 @pytest.mark.parametrize("name", ["cmpl-r", "cmpl-r-0-", "cmpl-r-0-1234567", "r", ""])
-def test_other_names_forsake_no_lease(rank, name):
+def test_other_names_withdraw_no_lease(rank, name):
     rank.worker.obey(Orders(leases=[NAMED, LEASE]))
-    assert not rank.worker.forsake([name])
+    assert not rank.worker.withdraw_leases([name])
     rank.worker.obey(Orders(leases=[replace(NAMED, request_id="cmpl-r-0-87654321")]))
     assert rank.agent.withdrawn == []
 
 
 def test_a_lease_that_comes_with_the_step_after_its_end_is_ended_at_once(rank):
     """The request was over, and its client gone, before a step could bring the lease."""
-    assert not rank.worker.forsake(["cmpl-r-0"])
+    assert not rank.worker.withdraw_leases(["cmpl-r-0"])
     rank.worker.obey(Orders(leases=[NAMED, LEASE]))
     assert [wanted.request_id for wanted in rank.agent.wanted] == [NAMED.request_id, "l"]
     assert rank.agent.withdrawn == [NAMED.request_id]
     assert rank.says(LeaseEnded(NAMED.request_id, "withdrawn")) == ({NAMED.request_id}, set(), set())
 
 
-def test_a_later_request_of_a_forsaken_name_keeps_its_lease(rank):
+def test_a_later_request_of_a_withdrawn_name_keeps_its_lease(rank):
     """A caller may try again under the same name: what comes with a later step is computed for that."""
-    assert not rank.worker.forsake(["cmpl-r-0"])
+    assert not rank.worker.withdraw_leases(["cmpl-r-0"])
     rank.worker.obey(Orders())
     rank.worker.obey(Orders(leases=[NAMED]))
     assert rank.agent.withdrawn == []
 
 
-def test_names_that_were_forsaken_are_not_kept_without_limit(rank):
+def test_names_that_were_withdrawn_are_not_kept_without_limit(rank):
     for number in range(100):
-        rank.worker.forsake([f"cmpl-{number}-{other}" for other in range(100)])
-    assert len(rank.worker._forsaken) <= 1024
+        rank.worker.withdraw_leases([f"cmpl-{number}-{other}" for other in range(100)])
+    assert len(rank.worker._withdrawn_names) <= 1024
 
 
 def test_a_lease_that_waits_for_the_device_ends_when_the_agent_hears_of_it(rank, monkeypatch):
@@ -363,7 +363,7 @@ def test_a_lease_that_waits_for_the_device_ends_when_the_agent_hears_of_it(rank,
     deferred = DeferredCommands(lambda: lambda: bool(is_done))
     monkeypatch.setattr(rank.worker, "_started", [replace(rank.worker._ours(), deferred=deferred)])
     rank.worker.obey(Orders(leases=[NAMED]))
-    assert rank.worker.forsake(["cmpl-r-0"])
+    assert rank.worker.withdraw_leases(["cmpl-r-0"])
     rank.agent.withdrawn.clear()
     is_done.append(True)
     rank.told()

@@ -61,10 +61,10 @@ def bearer(key: str) -> tuple[bytes, bytes]:
     return AUTHORIZATION, b"Bearer " + key.encode()
 
 
-def guarded(app: ASGIApp, access: Access, turned_away: OnUnauthorized) -> ASGIApp:
+def guarded(app: ASGIApp, access: Access, on_unauthorized: OnUnauthorized) -> ASGIApp:
     """The application behind its guards. CORS comes first: a browser has to be able to read a refusal."""
     if access.api_keys:
-        app = _ApiKeys(app, access.api_keys, turned_away)
+        app = _ApiKeys(app, access.api_keys, on_unauthorized)
     if access.origins:
         app = CORSMiddleware(
             app,
@@ -80,9 +80,9 @@ def guarded(app: ASGIApp, access: Access, turned_away: OnUnauthorized) -> ASGIAp
 class _ApiKeys:
     """Lets requests through that show a key that is known; keys are compared as digests, in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], turned_away: OnUnauthorized) -> None:
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], on_unauthorized: OnUnauthorized) -> None:
         self._app = app
-        self._turned_away = turned_away
+        self._on_unauthorized = on_unauthorized
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +90,7 @@ class _ApiKeys:
             key = _shown_key(scope["headers"])
             if not self._is_known(key):
                 request_id = id_of_refusal(scope["headers"])
-                self._turned_away(scope, request_id)
+                self._on_unauthorized(scope, request_id)
                 await _refusal(request_id, was_shown=bool(key))(scope, receive, send)
                 return
             # A router forwards headers to engines, which must not learn the key of its clients.

@@ -32,9 +32,3 @@ class StateMachine:
             raise IllegalEventError(f"{self.name}: {event} in state {self.state}", found=f"history: {walked}")
         self.history += [self.state, f"-{event}->"]
         self.state = self.table[self.state, event]
-
-
-def diagram(table: TransitionTable) -> str:
-    """The table as a Mermaid state diagram, for the documentation."""
-    lines = [f"    {state} --> {after}: {event}" for (state, event), after in table.items()]
-    return "\n".join(["stateDiagram-v2", *lines])

@@ -88,9 +88,9 @@ def serve(context: typer.Context, options: BenchOptions) -> int:
 
 def _check(context: typer.Context) -> None:
     """Raises ConfigurationError for options that do not go together, or do nothing."""
-    ways = [f"--{name}" for name in ("rate", "concurrency", "trace", "sweep") if is_given(context, name)]
-    if len(ways) > 1:
-        raise ConfigurationError("these options exclude each other", found=" and ".join(ways), expected="one of them")
+    modes = [f"--{name}" for name in ("rate", "concurrency", "trace", "sweep") if is_given(context, name)]
+    if len(modes) > 1:
+        raise ConfigurationError("these options exclude each other", found=" and ".join(modes), expected="one of them")
     for name, needed in NEEDS.items():
         if is_given(context, name) and not context.params[needed]:
             found, expected = option_of(name), option_of(needed)

@@ -202,12 +202,12 @@ def _words(found: Measurement) -> str:
         is_absent = found.error.startswith(NOT_TRIED) or "is not installed" in found.error
         return found.error if is_absent else f"does not work: {found.error}"
     is_itself = found.carriers in ((), (found.name,))
-    ways = "" if is_itself else f", carried by {' and '.join(found.carriers)}"
+    carriers = "" if is_itself else f", carried by {' and '.join(found.carriers)}"
     written = found.writing
     writes = "" if written == UNMEASURED else f"; writes {written.error or written}"
     latency = f"{found.latency_s * 1e6:.0f} µs for 4 KiB"
     rates = f"{found.gigabytes_per_s:.1f} GB/s, {found.row_gigabytes_per_s:.1f} in rows of 4 KiB"
-    return f"reads {rates}{writes}; {latency}{ways}"
+    return f"reads {rates}{writes}; {latency}{carriers}"
 
 
 def _line(screen: Console, name: str, value: str) -> None:

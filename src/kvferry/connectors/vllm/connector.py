@@ -151,9 +151,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """End a lease that nobody will read; see `Worker.release`."""
         return self._worker.release(reference)
 
-    def forsake(self, names: Sequence[str]) -> bool:
-        """End the leases of requests whose callers have got no answer; see `Worker.forsake`."""
-        return self._worker.forsake(names)
+    def withdraw_leases(self, names: Sequence[str]) -> bool:
+        """End the leases of requests whose callers have got no answer; see `Worker.withdraw_leases`."""
+        return self._worker.withdraw_leases(names)
 
     def shutdown(self) -> None:
         for worker in self._workers:

@@ -25,10 +25,10 @@ class Extension:
             return str(Reason.WRONG_ENGINE)
         return connector.release(Reference(engine_id, epoch, request_id, lease_id))
 
-    def kvferry_forsake(self, names: Sequence[str]) -> bool:
+    def kvferry_withdraw(self, names: Sequence[str]) -> bool:
         """End the leases of the requests that callers have named so; whether there was one."""
         connector = _ours()
-        return connector is not None and connector.forsake(names)
+        return connector is not None and connector.withdraw_leases(names)
 
 
 def _ours() -> FerryConnector | None:

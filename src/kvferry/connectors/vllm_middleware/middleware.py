@@ -110,7 +110,7 @@ class FerryMiddleware:
             await self._respond(request, HeldResponse(self._outcomes, names.decode_name, names.is_local, out))
         finally:
             if names.prefill_name and not delivery.is_done:
-                await self._forsake(request.scope["app"].state, names.prefill_name)
+                await self._withdraw_lease(request.scope["app"].state, names.prefill_name)
 
     async def _respond(self, request: BufferedRequest, response: EarlyResponse | HeldResponse) -> None:
         try:
@@ -118,11 +118,11 @@ class FerryMiddleware:
         finally:
             response.close()
 
-    async def _forsake(self, state: Any, name: str) -> None:
+    async def _withdraw_lease(self, state: Any, name: str) -> None:
         """A prefill has failed, or its client has left, perhaps after its prompt was computed: nobody else will end the
         lease on its cache."""
         try:
-            await self._workers.forsake(state, name)
+            await self._workers.withdraw_lease(state, name)
         except FerryError as error:
             logger.debug("request %s: its cache is kept until its lease ends: %s", name, error)
 

@@ -34,7 +34,7 @@ class Workers:
         # Anybody may send a release: whatever comes, vLLM is asked once per step at most.
         self._turn = asyncio.Lock()
         # What nobody has told the workers yet.
-        self._forsaken: list[str] = []
+        self._withdrawn: list[str] = []
 
     async def facts(self, state: Any) -> dict[str, str]:
         """What the first rank tells of its engine. Raises ConfigurationError where it cannot, FerryError."""
@@ -70,15 +70,15 @@ class Workers:
                 raise _not_ours(reason)
         return RELEASED in answers
 
-    async def forsake(self, state: Any, name: str) -> None:
+    async def withdraw_lease(self, state: Any, name: str) -> None:
         """End the lease of the request that a caller has named so, if there is one. All that wait for their turn go
         together: many clients may leave at once, and a name may soon be used again. Raises ConfigurationError,
         FerryError."""
-        self._forsaken.append(name)
+        self._withdrawn.append(name)
         async with self._turn:
-            names, self._forsaken = self._forsaken, []
+            names, self._withdrawn = self._withdrawn, []
             if names:
-                await _ask(state, "kvferry_forsake", (names,))
+                await _ask(state, "kvferry_withdraw", (names,))
 
     def _foreign(self, state: Any, reference: Reference) -> str:
         """Why a reference is none of this engine's, as far as that is known without asking it. Of several replicas each

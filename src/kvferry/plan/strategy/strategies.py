@@ -76,7 +76,7 @@ def scatter(copies: Copies, slot_bytes: int, starts: RegionStarts) -> Stages:
     return Stages(
         gather=NOTHING,
         wire=_laid(rows.source, rows, starts.source, slot_bytes),
-        scatter=_turned(_laid(rows.target, rows, starts.target, slot_bytes)),
+        scatter=_reversed(_laid(rows.target, rows, starts.target, slot_bytes)),
     )
 
 
@@ -94,7 +94,7 @@ def pack(copies: Copies, slot_bytes: int, starts: RegionStarts, side: Side) -> S
     wire = Copies(offset, offset, length, len(offset))
     if side is Side.SOURCE:
         return Stages(_laid(rows.source, rows, starts.source, slot_bytes), wire, NOTHING)
-    return Stages(NOTHING, wire, _turned(_laid(rows.target, rows, starts.target, slot_bytes)))
+    return Stages(NOTHING, wire, _reversed(_laid(rows.target, rows, starts.target, slot_bytes)))
 
 
 def source_runs(copies: Copies, starts: Column) -> int:
@@ -157,6 +157,6 @@ def _cut(laid: Copies, slot_bytes: int) -> Copies:
     return Copies(source, offset, edges[1:] - edges[:-1], laid.pieces)
 
 
-def _turned(laid: Copies) -> Copies:
+def _reversed(laid: Copies) -> Copies:
     """Out of staging memory."""
     return Copies(laid.target, laid.source, laid.length, laid.pieces)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 UNREADY = 503
 EPOCH = b"x-kvferry-epoch"
-# However often traffic doubts an instance.
+# However often failed requests ask for a probe.
 SHORTEST_PAUSE_S = 0.1
 # Whoever does not answer in time may only be busy.
 SLOW = frozenset((DEADLINE, CONNECT_TIMEOUT))
@@ -61,7 +61,7 @@ class Prober:
         self._round = 0
 
     async def run(self) -> None:
-        """Probe for ever: at each interval, and at once when traffic doubts an instance."""
+        """Probe for ever: at each interval, and at once when requests to an instance fail."""
         while True:
             try:
                 async with asyncio.timeout(self._config.probe_interval_s):

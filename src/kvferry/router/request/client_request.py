@@ -141,14 +141,14 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
 
 
 def prefill_body(request: ClientRequest, is_early: bool = False) -> bytes:
-    """The body of the prefill request: one token, and the wish to have the cache kept for another engine.
+    """The body of the prefill request: one token, which asks to have the cache kept for another engine.
 
     With `is_early` it is a stream, of which the first event refers to the cache that is going to be computed.
     """
     left_out = NOT_FOR_PREFILL[request.endpoint]
     body: dict[str, Any] = {key: raw for key, raw in request.fields.items() if key not in left_out}
-    wish = {**REMOTE_DECODE, "kvferry": {"early": True}} if is_early else REMOTE_DECODE
-    body |= {"max_tokens": 1, "stream": is_early, "kv_transfer_params": wish}
+    params = {**REMOTE_DECODE, "kvferry": {"early": True}} if is_early else REMOTE_DECODE
+    body |= {"max_tokens": 1, "stream": is_early, "kv_transfer_params": params}
     if is_early:
         body["stream_options"] = {"include_usage": True}
     if "max_completion_tokens" in body:

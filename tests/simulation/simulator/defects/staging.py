@@ -82,7 +82,7 @@ class LostRelease(TargetSession):
         return commands
 
 
-class KeepWish(SourceSession):
+class KeepRequest(SourceSession):
     """Stays in line for slots that are not wanted any more."""
 
     def __init__(self, identity: SourceIdentity, timing: Timing) -> None:

@@ -237,7 +237,7 @@ class Node:
             case c.Disconnect(peer):
                 self._tickets.disconnect(self.rank, peer)
             case c.CheckLiveness(peer):
-                self._frames.knock(self, peer)
+                self._frames.probe(self, peer)
             case c.Post():
                 self._tickets.post(self.rank, command)
             case c.Cancel(key):

@@ -48,7 +48,7 @@ class ControlNetwork:
 
         self._transmit((sender.rank.engine_name, target.rank.engine_name), encode(message), deliver)
 
-    def knock(self, sender: Receiver, peer: PeerKey) -> None:
+    def probe(self, sender: Receiver, peer: PeerKey) -> None:
         """Ask the host of a peer whether anybody listens there; nobody answers across a partition."""
         listener = self._listeners.get(peer.address)
         cut = self._context.is_cut(sender.rank.engine_name, _engine_at(peer.address))

@@ -86,10 +86,10 @@ class Worker:
         self._open = OpenRequests(settings.is_loss_fatal)
         self._is_idle = False
         self._moved = Moved()
-        # A step may bring a lease later than vLLM's client brings its end. Of one that was forsaken only the next step
+        # A step may bring a lease later than vLLM's client brings its end. Of one that was withdrawn only the next step
         # does: what a later one brings is of another request, whose caller has used the name again.
         self._released: deque[tuple[str, str]] = deque(maxlen=MAX_EARLY_RELEASES)
-        self._forsaken: deque[str] = deque(maxlen=MAX_EARLY_RELEASES)
+        self._withdrawn_names: deque[str] = deque(maxlen=MAX_EARLY_RELEASES)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe this rank's caches, meet the other ranks of the engine, and start the agent.
@@ -137,7 +137,7 @@ class Worker:
             self._obey_early(ours, orders)
         for lease in orders.leases:
             self._lease(lease)
-        self._forsaken.clear()
+        self._withdrawn_names.clear()
         for hold in orders.holds:
             self._ours().agent.hold(HoldRequest(hold.reference, hold.addresses))
         for fetch in orders.fetches:
@@ -154,7 +154,7 @@ class Worker:
 
     def _lease(self, order: LeaseOrder) -> None:
         name = self._open.lease(order)
-        if any(caller in self._forsaken for caller in names_of(order.request_id)):
+        if any(caller in self._withdrawn_names for caller in names_of(order.request_id)):
             self._released.append((name, order.lease_id))
         if self._is_over():
             self._notices.put(LeaseEnded(name, "withdrawn"))
@@ -243,13 +243,13 @@ class Worker:
         self._withdraw(lease)
         return RELEASED
 
-    def forsake(self, names: Sequence[str]) -> bool:
+    def withdraw_leases(self, names: Sequence[str]) -> bool:
         """End the leases of the requests that callers have named so, whose answers nobody has got: nobody can release
         them.
 
         Whether there was one. A request may have ended after the last step: then the next one brings its lease.
         """
-        self._forsaken.extend(names)
+        self._withdrawn_names.extend(names)
         found = self._open.leases_of(frozenset(names))
         for lease in found:
             self._withdraw(lease)

@@ -149,13 +149,13 @@ class Handshakes:
             is_near = event.costs.gathers_into_peer and bool(self._ours.staging_descriptor)
             peer.costs = replace(event.costs, gathers_into_peer=is_near)
             can_switch = self._ours.may_switch_direction and peer.direction is Direction.READ and not peer.is_staged
-            peer.is_switching = can_switch and event.is_slow
-        elif peer.is_switching:
-            peer.is_switching, peer.direction = False, Direction.WRITE
+            peer.is_switching_direction = can_switch and event.is_slow
+        elif peer.is_switching_direction:
+            peer.is_switching_direction, peer.direction = False, Direction.WRITE
             peer.transport, peer.choice = event.transport, event.choice
         peer.machine.move("connected")
         peer.last_heard = now
-        if peer.is_switching:
+        if peer.is_switching_direction:
             yield from self.offer_memory(peer, now)
         else:
             yield PeerReady(peer.key)
@@ -182,7 +182,7 @@ class Handshakes:
     def not_reached(self, peer: Peer, reason: Reason) -> Iterator[Step]:
         """A source that we read from cannot connect to our memory: it is used nevertheless."""
         peer.machine.move("refused")
-        peer.can_write, peer.is_switching = CanWrite.NO, False
+        peer.can_write, peer.is_switching_direction = CanWrite.NO, False
         yield Count("targets_not_reached", reason)
         yield PeerReady(peer.key)
 

@@ -56,7 +56,7 @@ class Peer:
     choice: str = ""
     costs: Costs = TYPICAL_AGENTS
     can_write: CanWrite = CanWrite.UNKNOWN
-    is_switching: bool = False
+    is_switching_direction: bool = False
     is_told_unneeded: bool = False
 
     @property

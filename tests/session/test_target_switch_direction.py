@@ -1,4 +1,4 @@
-"""A target that may turn: where reading is far slower than writing, the source writes, if it can."""
+"""A target that may switch direction: where reading is far slower than writing, the source writes, if it can."""
 
 import pytest
 from playbook import play
@@ -29,15 +29,15 @@ def claimed(steps, target) -> Direction:
 
 
 @pytest.fixture
-def turning() -> TargetSession:
+def switching() -> TargetSession:
     return session(may_switch_direction=True)
 
 
-def test_where_reading_is_far_slower_the_source_writes(turning):
-    play(turning, [*MET, (0.3, SLOW, [OURS])])
-    assert turning.may_be_written()
+def test_where_reading_is_far_slower_the_source_writes(switching):
+    play(switching, [*MET, (0.3, SLOW, [OURS])])
+    assert switching.may_be_written()
     (fetched,) = play(
-        turning,
+        switching,
         [
             (0.4, answer(m.Reached("nixl", "writes fly")), [CLAIM]),
             (0.5, GRANT, []),
@@ -46,25 +46,25 @@ def test_where_reading_is_far_slower_the_source_writes(turning):
         ],
     )
     assert (fetched.report.transport, fetched.report.choice) == ("nixl", "writes fly")
-    assert not turning.may_be_written()
+    assert not switching.may_be_written()
 
 
-def test_where_it_is_not_it_reads(turning):
-    assert claimed([*MET, (0.3, FAST, [Send])], turning) is Direction.READ
+def test_where_it_is_not_it_reads(switching):
+    assert claimed([*MET, (0.3, FAST, [Send])], switching) is Direction.READ
 
 
 def test_who_was_told_to_pull_pulls():
     assert claimed([*MET, (0.3, SLOW, [Send])], session()) is Direction.READ
 
 
-def test_a_source_that_cannot_connect_is_read_from_slowly(turning):
-    play(turning, [*MET, (0.3, SLOW, [OURS])])
+def test_a_source_that_cannot_connect_is_read_from_slowly(switching):
+    play(switching, [*MET, (0.3, SLOW, [OURS])])
     refusal = m.Refusal(m.Reason.UNREACHABLE, "no transport reaches the target", "other host", "", "")
-    assert claimed([(0.4, answer(refusal), [Count, Send])], turning) is Direction.READ
+    assert claimed([(0.4, answer(refusal), [Count, Send])], switching) is Direction.READ
 
 
-def test_so_is_one_that_does_not_answer(turning):
-    play(turning, [*MET, (0.3, SLOW, [OURS])])
-    commands = turning.handle(Tick(), 0.3 + TIMING.handshake_s)
+def test_so_is_one_that_does_not_answer(switching):
+    play(switching, [*MET, (0.3, SLOW, [OURS])])
+    commands = switching.handle(Tick(), 0.3 + TIMING.handshake_s)
     assert [type(command) for command in commands] == [Count, Send]
     assert commands[1].message.direction is Direction.READ
