@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -26,6 +28,7 @@ from test_router_flow import D0, D1, P0, P1, RAW, REQUEST, failed, fallback, pic
 from kvferry.router.commands import Cancel, Count, Counted, Forward, Pick, Refuse, Relay, Send, Start
 from kvferry.router.config import PrefillFallback
 from kvferry.router.events import (
+    NOT_WANTED,
     PREFILL_LOST,
     PREFILL_REFUSED,
     TOO_LATE,
@@ -39,9 +42,12 @@ from kvferry.router.events import (
     Picked,
 )
 from kvferry.router.fleet.engine_info import MAX_ROOM, UNKNOWN_ENGINE, EngineInfo, Handover, differences, room_at
+from kvferry.router.fleet.instance import OpenRequests, Origin
+from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.fleet.sglang_info import sglang_info
 from kvferry.router.flow.refusals import pair_failed
 from kvferry.router.flow.state_machine import Flow, State
+from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
 from kvferry.router.policy.prefill_threshold import skip
 from kvferry.router.policy.records import (
     Instance,
@@ -55,6 +61,10 @@ from kvferry.router.policy.records import (
     SkipPrefill,
 )
 from kvferry.router.request.client_request import Endpoint, parse_request, room_decode_body, room_prefill_body
+from kvferry.router.telemetry.metrics import Metrics
+from kvferry.router.telemetry.tracing import UpstreamTrace
+from kvferry.router.upstream.failures import MESSAGES
+from kvferry.router.upstream.http_client import HttpRequest
 
 DEADLINE_S = 20.0
 ROOM, OTHER_ROOM = (b'{"bootstrap_host":"p","bootstrap_port":1,"bootstrap_room":%d}' % number for number in (7, 8))
@@ -284,6 +294,9 @@ def told(mode: str, role: Role, **more: object) -> EngineInfo:
     return sglang_info(json.dumps({**json.loads(SGLANG), "disaggregation_mode": mode, **more}).encode(), role, ("m",))
 
 
+DECODE_INFO = told("decode", Role.DECODE)
+
+
 def test_what_a_server_says_of_itself():
     info = sglang_info(SGLANG, Role.PREFILL, ("m",))
     assert (info.engine, info.version, info.models) == ("sglang", "0.5.23", ("m",))
@@ -311,6 +324,14 @@ def test_only_pairs_of_one_way_are_pairs():
     assert all(differences(prefill, other) for other in others)
     assert all(differences(other, decode) for other in others[:3])
     assert differences(told("null", Role.PREFILL), told("null", Role.DECODE))
+
+
+@pytest.mark.parametrize("joins", [Role.PREFILL, Role.DECODE])
+def test_a_server_that_says_nothing_of_itself_is_in_no_pair_with_sglangs(joins):
+    pool = InstancePool([D0 if joins is Role.PREFILL else P0], Metrics())
+    pool.introduce(pool.instances[0], told("prefill", Role.PREFILL) if joins is Role.DECODE else DECODE_INFO)
+    pool.add(P0 if joins is Role.PREFILL else D0, Origin.FILE)
+    assert pool.incompatible == {(P0, D0)}
 
 
 def test_a_prompt_is_not_left_to_a_decode_instance_that_computes_none():
@@ -455,6 +476,38 @@ def test_a_prefill_that_fails_is_replaced_at_once(behave, reason):
             assert await c.metric(f'kvferry_router_upstream_errors_total{{reason="{reason}",role="prefill"}}') == 1
             assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
             await until_idle(c)
+
+    asyncio.run(main())
+
+
+def test_an_error_of_prefill_is_held_against_the_pair():
+    """It may be decode's fault that its cache was not read."""
+
+    async def main():
+        rooms = Rooms()
+        bad, good = sglang_prefill(rooms, failing(500, "x")), sglang_prefill(rooms, port=9000)
+        d = sglang_decode(rooms)
+        async with cluster([bad, good], [d]) as c:
+            while len(bad.seen) < PAIR_BREAKER.num_failures:
+                assert (await c.complete()).status == 200
+            members = await c.members()
+            assert members["broken_pairs"] == [{"prefill": bad.url, "decode": d.url, "breaker": "open"}]
+            assert {one["breaker"] for one in members["members"]} == {"closed"}
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_left_before_it_has_begun_is_not_sent():
+    async def main():
+        closed = UpstreamRequest(
+            SimpleNamespace(pool=SimpleNamespace(open_requests=OpenRequests())),
+            SimpleNamespace(instance=P0),
+            UpstreamTrace(),
+            HttpRequest("POST", P0.url, "/v1/completions", [], b"{}"),
+            Timeouts(1.0, math.inf),
+        )
+        closed.close()
+        assert await closed.run() == Failed(NOT_WANTED, MESSAGES[NOT_WANTED])
 
     asyncio.run(main())
 

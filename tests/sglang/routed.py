@@ -36,16 +36,24 @@ class Router(EngineServer):
         return [sys.executable, "-m", "kvferry", "route", "--port", str(self.port), *servers, "--access-log"]
 
     def until_idle(self) -> None:
-        """Raises TimeoutError while the router still counts a request."""
+        """Neither the router nor a server is busy with a request. Raises TimeoutError while one is."""
         deadline = time.monotonic() + IDLE_S
-        while any(one["in_flight_requests"] for one in self._members()):
-            if time.monotonic() > deadline:
-                raise TimeoutError("the router still counts a request")
-            time.sleep(POLL_S)
+        while any(one["in_flight_requests"] for one in _told(f"{self.url}/kvferry/members")["members"]):
+            _wait(deadline)
+        for url in self._urls:
+            while any(rank["num_running_reqs"] for rank in _told(f"{url}/v1/loads")["loads"]):
+                _wait(deadline)
 
-    def _members(self) -> list[dict[str, Any]]:
-        with urllib.request.urlopen(f"{self.url}/kvferry/members", timeout=ANSWER_S) as response:
-            return json.load(response)["members"]
+
+def _told(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=ANSWER_S) as response:
+        return json.load(response)
+
+
+def _wait(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError("a request still goes on")
+    time.sleep(POLL_S)
 
 
 @contextmanager
