@@ -3,7 +3,10 @@
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.description.model import attention
-from kvferry.session.commands import FetchFailed, Reply
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
+from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
+from kvferry.session.commands import FetchFailed, Reply, Send
 from kvferry.session.events import AnswerArrived, FrameArrived
 from kvferry.session.keys import PeerKey
 from kvferry.session.source.handshake import SourceIdentity
@@ -20,6 +23,15 @@ TRANSPORTS, PROBE = (m.TransportOffer("shm", b"here", ""),), m.Probe(4096, 64, 7
 WELCOME = m.Welcome(m.WIRE_VERSION, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))
 OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
 TARGET_OFFER = m.TargetOffer(TARGET, TARGET_LAYOUTS, TRANSPORTS, PROBE)
+# What the target of the fetch q1 says.
+HELLO, OURS = Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", TARGET, "p0", "epoch-1")), Send(PEER, TARGET_OFFER)
+LANDED, ABORT = Send(PEER, m.Landed(TARGET, "q1", "l1")), Send(PEER, m.Abort(TARGET, "q1", "l1"))
+RENEW = Send(PEER, m.Renew(TARGET, ("l1",)))
+# What is digested of six tokens, and what comes of it.
+STATES = ("model.layers.0.k", "model.layers.0.v", "model.layers.1.k", "model.layers.1.v")
+PART = Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 6))
+SUBJECT = Subject(DigestPolicy.SAMPLED, 3, (PART,))
+VALUES = tuple(bytes([number] * 8) for number in range(4))
 
 
 def answer(message):

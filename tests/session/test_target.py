@@ -3,7 +3,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from playbook import play
-from session_cases import MODEL, OFFER, PEER, REFERENCE, SOURCE, SOURCE_LAYOUT, TARGET_LAYOUTS, WELCOME, answer, failure
+from session_cases import (
+    ABORT,
+    HELLO,
+    LANDED,
+    MODEL,
+    OFFER,
+    PEER,
+    REFERENCE,
+    RENEW,
+    SOURCE,
+    SOURCE_LAYOUT,
+    TARGET_LAYOUTS,
+    WELCOME,
+    answer,
+    failure,
+)
 from session_cases import TARGET as US
 
 from kvferry.plan.description.describe import EngineShape, describe
@@ -50,10 +65,7 @@ from kvferry.wire import messages as m
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)
 WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 6),))
 KEY = ReadKey("q1", PEER)
-HELLO = Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", US, "p0", "epoch-1"))
 CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 6, (0,)))
-LANDED = Send(PEER, m.Landed(US, "q1", "l1"))
-ABORT = Send(PEER, m.Abort(US, "q1", "l1"))
 GRANT = m.Grant("q1", ((3, 5),))
 
 
@@ -607,7 +619,6 @@ def test_a_new_incarnation_replaces_the_old_one(target):
 
 
 HOLD = HoldRequest(REFERENCE, (PEER.address,))
-RENEW = Send(PEER, m.Renew(US, ("l1",)))
 
 
 def held() -> TargetSession:

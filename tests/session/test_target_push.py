@@ -5,13 +5,17 @@ from dataclasses import replace
 import pytest
 from playbook import play
 from session_cases import (
+    ABORT,
+    HELLO,
+    LANDED,
     OFFER,
+    OURS,
     PEER,
     PROBE,
     REFERENCE,
+    RENEW,
     SOURCE_LAYOUT,
     TARGET_LAYOUTS,
-    TARGET_OFFER,
     TRANSPORTS,
     WELCOME,
     answer,
@@ -34,11 +38,7 @@ from kvferry.wire import messages as m
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, fence_s=4.0)
 TABLES, RANGES = ((0,),), (TokenRange(0, 6),)
 WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), TABLES, RANGES)
-HELLO = Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", US, "p0", "epoch-1"))
-OURS = Send(PEER, TARGET_OFFER)
 CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 6, (0,), Direction.WRITE, TABLES, RANGES))
-LANDED, ABORT = Send(PEER, m.Landed(US, "q1", "l1")), Send(PEER, m.Abort(US, "q1", "l1"))
-RENEW = Send(PEER, m.Renew(US, ("l1",)))
 
 
 GRANT, WRITTEN, VALID = answer(m.Grant("q1", ())), answer(m.Written("q1", 1536, 12)), answer(m.Valid("q1"))

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 from playbook import play
 from session_cases import (
+    ABORT,
+    LANDED,
     MODEL,
     OFFER,
+    OURS,
     PEER,
     PROBE,
     REFERENCE,
+    RENEW,
     SOURCE_LAYOUT,
-    TARGET_OFFER,
     TRANSPORTS,
     WELCOME,
     answer,
@@ -53,13 +56,10 @@ from kvferry.wire import messages as m
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, fence_s=4.0)
 SOURCE_TABLES, TABLES, RANGES = ((3, 5, 6),), ((0, 2),), (TokenRange(0, 12),)
 WANTED, KEY = FetchRequest("q1", REFERENCE, (PEER.address,), TABLES, RANGES), ReadKey("q1", PEER)
-OURS = Send(PEER, TARGET_OFFER)
 READ_FROM = 8
 """Half of 12 tokens, rounded to whole blocks of the source."""
 CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 12, (0,), Direction.READ, TABLES, RANGES, read_from=READ_FROM))
 PLAIN_CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 12, (0,)))
-LANDED, ABORT = Send(PEER, m.Landed(US, "q1", "l1")), Send(PEER, m.Abort(US, "q1", "l1"))
-RENEW = Send(PEER, m.Renew(US, ("l1",)))
 COSTS = replace(TYPICAL_HOST, row_s=1.0, sharing_s=1e-3)
 
 
