@@ -123,6 +123,7 @@ environment = test -x $(1)/bin/python || { \
 	@echo "installing SGLang into .venv-sglang (once; several minutes)" >&2
 	@$(SGLANG_BIN)/pip install --quiet $(TORCH) >&2
 	@$(SGLANG_BIN)/pip install --quiet -r tests/sglang/requirements.txt -c tests/sglang/constraints.txt >&2
-	@$(SGLANG_BIN)/pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 triton==3.9.0 triton-kernels >&2
+	@$(SGLANG_BIN)/pip install --quiet --no-deps sglang==0.5.23 sglang-router==0.3.2 xgrammar==0.2.7 triton==3.9.0 \
+		triton-kernels >&2
 	@$(SGLANG_BIN)/pip install --quiet --editable ".[engine,nixl]" -c tests/sglang/constraints.txt >&2
 	@touch $@
