@@ -313,6 +313,8 @@ class TestReceiver:
         receiver = started(new_receiver, rank)
         rank.fetches[0].error, rank.fetches[0].is_over = TransferError(reason, "restarted"), True
         assert receiver.poll() == sglang.poll.Transferring
+        # Who was there before is not who is asked now.
+        assert len(rank.lookups) == 2
         rank.lookups[-1].engine = RESTARTED
         receiver.poll()
         assert rank.said[-1] == ("fetch", RESTARTED, (5, 6, 7), TokenRange(0, 40))

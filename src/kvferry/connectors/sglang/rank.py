@@ -120,9 +120,8 @@ class Rank:
 
         Raises ConfigurationError or TransportError when the agent cannot be set up.
         """
-        ours = Introduction(
-            f"sglang-{secrets.token_hex(4)}-{socket.gethostname()}"[:MAX_ENGINE_ID], new_epoch(), layout
-        )
+        made_up = f"sglang-{secrets.token_hex(4)}-{socket.gethostname()}"[:MAX_ENGINE_ID]
+        ours = Introduction(settings.engine_id or made_up, new_epoch(), layout)
         words = ranks.gather(msgspec.msgpack.encode(ours))
         everyone = [msgspec.msgpack.decode(word, type=Introduction) for word in words]
         config = AgentConfig(

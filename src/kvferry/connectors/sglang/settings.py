@@ -17,10 +17,11 @@ VARIABLE = "KVFERRY_SGLANG_CONFIG"
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As JSON, every key optional; the keys mean what they mean in `kv_connector_extra_config` on vLLM.
 
-    `host` is the address on which the control channel listens and is reached; `lease_s` is how long a computed cache
-    waits for its reader, in seconds.
+    `engine_id` names this server to others; empty for one that is made up. `host` is the address on which the control
+    channel listens and is reached; `lease_s` is how long a computed cache waits for its reader, in seconds.
     """
 
+    engine_id: str = ""
     host: str = "127.0.0.1"
     token_file: str = ""
     transport: str = "auto"

@@ -1,0 +1,87 @@
+"""Who is at a prefill engine's address, as a decode of SGLang asks it: once, and never waiting."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+
+from kvferry import Located, LocateFailed, Reason, RemoteEngine
+from kvferry.connectors.sglang import prefill_engines as module
+from kvferry.connectors.sglang.prefill_engines import PrefillEngines
+from kvferry.errors import TransferError
+
+DEADLINE_S = 30.0
+PLACE, ADDRESS = "127.0.0.1:8998", "tcp://127.0.0.1:8998"
+ENGINE = RemoteEngine("p0", "epoch-1", (ADDRESS,))
+GONE = TransferError(Reason.ABORTED, "the agent has stopped")
+
+
+@pytest.fixture
+def asked():
+    """The addresses that the agent is asked for, as they come."""
+    return queue.Queue()
+
+
+@pytest.fixture
+def engines(asked):
+    made = PrefillEngines(asked.put)
+    yield made
+    made._resolver.shutdown()
+
+
+def settled(engines, lookup):
+    """What the thread that looks up names was given before is done."""
+    engines._resolver.submit(lambda: None).result(DEADLINE_S)
+    return lookup
+
+
+def test_it_is_asked_once_and_everybody_hears_the_answer(engines, asked):
+    first, again = engines.find(PLACE), engines.find(PLACE)
+    assert (asked.get(timeout=DEADLINE_S), first.engine) == (ADDRESS, None)
+    engines.heard(Located(ADDRESS, ENGINE))
+    assert (first.engine, again.engine, asked.empty()) == (ENGINE, ENGINE, True)
+    assert engines.find(PLACE).engine == ENGINE
+
+
+def test_after_an_error_and_when_it_is_forgotten_it_is_asked_again(engines, asked):
+    failed = engines.find(PLACE)
+    asked.get(timeout=DEADLINE_S)
+    engines.heard(LocateFailed(ADDRESS, GONE))
+    assert failed.error is GONE
+    again = engines.find(PLACE)
+    assert (asked.get(timeout=DEADLINE_S), again is failed) == (ADDRESS, False)
+    engines.heard(Located(ADDRESS, ENGINE))
+    # The older request has had its answer.
+    assert (failed.engine, again.engine) == (None, ENGINE)
+    engines.forget(PLACE)
+    assert engines.find(PLACE).engine is None
+    assert asked.get(timeout=DEADLINE_S) == ADDRESS
+
+
+def test_an_ipv6_address_stands_in_brackets(engines, asked):
+    engines.find("[::1]:8998")
+    assert asked.get(timeout=DEADLINE_S) == "tcp://[::1]:8998"
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1:ninety", "no port", "127.0.0.1:99999999999999999999", "a b:1"])
+def test_what_is_no_address_is_an_error_of_its_request(engines, asked, place):
+    lookup = settled(engines, engines.find(place))
+    assert lookup.error.reason == Reason.UNREACHABLE
+    assert asked.empty()
+
+
+def test_only_the_latest_places_are_remembered(engines, monkeypatch):
+    monkeypatch.setattr(module, "MAX_PLACES", 2)
+    for port in (1, 2, 3):
+        engines.find(f"127.0.0.1:{port}")
+    assert list(engines._lookups) == ["127.0.0.1:2", "127.0.0.1:3"]
+
+
+def test_an_agent_that_stops_is_an_error_of_all_that_wait_and_of_what_comes_later(engines, asked):
+    waiting = engines.find(PLACE)
+    asked.get(timeout=DEADLINE_S)
+    engines.stop(GONE)
+    assert waiting.error is GONE
+    assert settled(engines, engines.find("127.0.0.1:9")).error is GONE
+    assert asked.empty()

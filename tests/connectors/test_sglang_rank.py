@@ -1,0 +1,262 @@
+"""A rank of SGLang without SGLang: pages that move between real agents, and what is known of them afterwards."""
+
+from __future__ import annotations
+
+import queue
+
+import msgspec
+import pytest
+import torch
+
+from kvferry import (
+    AgentStopped,
+    Fetched,
+    FetchFailed,
+    FirstToken,
+    LeaseEnded,
+    Located,
+    Prompt,
+    Reason,
+    RemoteEngine,
+    TokenRange,
+)
+from kvferry.connectors.sglang import rank as module
+from kvferry.connectors.sglang.description import RankFacts, describe
+from kvferry.connectors.sglang.rank import Rank, Ranks
+from kvferry.connectors.sglang.settings import Settings
+from kvferry.devices import cache_device
+from kvferry.errors import RequestError, TransferError
+from kvferry.options import StagingMemory
+
+DEADLINE_S = 60.0
+ROOM, FIRST = 77, FirstToken(17, -0.5, ((17, -0.5), (3, -2.0)))
+NUM_LAYERS, NUM_HEADS, HEAD_DIM, NUM_PAGES = 2, 2, 4, 8
+PROMPT = Prompt.of(range(100, 118))
+SETTINGS = Settings(transport="tcp", staging_bytes=16 << 20, lease_s=4.0)
+
+
+class MHATokenToKVPool:
+    """As SGLang's, with random rows."""
+
+    kv_cache_layout, head_num, start_layer, dtype = "nhd", NUM_HEADS, 0, torch.float32
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        rows = torch.randn(2, NUM_LAYERS, NUM_PAGES * page_size, NUM_HEADS, HEAD_DIM)
+        self.k_buffer, self.v_buffer = (list(each) for each in rows.clone())
+
+    def rows(self, pages: tuple[int, ...], num_tokens: int) -> torch.Tensor:
+        """Keys and values of all layers, token by token."""
+        slots = [page * self.page_size + slot for page in pages for slot in range(self.page_size)][:num_tokens]
+        return torch.stack([buffer[slots] for buffer in (*self.k_buffer, *self.v_buffer)])
+
+
+class HeardRank(Rank):
+    """Notes what the agent has said, once the rank has heard it."""
+
+    def __init__(self, page_size: int, settings: Settings = SETTINGS, ranks: Ranks | None = None, port: int = 0):
+        self.notices: queue.Queue = queue.Queue()
+        self.pool = MHATokenToKVPool(page_size)
+        layout, memories = describe(self.pool, RankFacts(0, 1, NUM_HEADS))
+        device = cache_device(torch.device("cpu"), "cpu", StagingMemory.HOST)
+        self.layouts: tuple = ()
+
+        def cache(layouts):
+            self.layouts = layouts
+            return device.cache(layouts, memories)
+
+        super().__init__(settings, layout, cache, ranks or Ranks(1, 0, None), port)
+
+    def hear(self, notice) -> None:
+        super().hear(notice)
+        self.notices.put(notice)
+
+    def wait_for(self, kind):
+        while not isinstance(notice := self.notices.get(timeout=DEADLINE_S), kind):
+            pass
+        return notice
+
+
+@pytest.fixture
+def new_rank():
+    made = []
+
+    def make(*args, **more):
+        made.append(HeardRank(*args, **more))
+        return made[-1]
+
+    yield make
+    for rank in made:
+        rank.agent.close()
+
+
+@pytest.fixture
+def prefill(new_rank):
+    return new_rank(4)
+
+
+@pytest.fixture
+def decode(new_rank):
+    return new_rank(8)
+
+
+def engine_of(prefill, decode):
+    found = decode.engines.find(prefill.agent.address.removeprefix("tcp://"))
+    decode.wait_for(Located)
+    assert found.engine is not None, found.error
+    return found.engine
+
+
+def computed(prefill, num_tokens=18, pages=(3, 1, 4, 2, 6)):
+    leased = prefill.promise(ROOM, PROMPT)
+    prefill.grow(ROOM, pages, num_tokens, FIRST if num_tokens == 18 else None)
+    return leased
+
+
+class TestBetweenTwo:
+    def test_the_pages_of_a_prompt_and_its_first_token(self, prefill, decode):
+        leased = computed(prefill)
+        fetching = decode.fetch(ROOM, engine_of(prefill, decode), (5, 2, 7), TokenRange(0, 18), PROMPT)
+        decode.wait_for(Fetched)
+        assert (fetching.is_over, fetching.error) == (True, None)
+        assert fetching.report.first_token == FIRST
+        assert torch.equal(decode.pool.rows((5, 2, 7), 18), prefill.pool.rows((3, 1, 4, 2, 6), 18))
+        prefill.wait_for(LeaseEnded)
+        assert leased.ended == "done"
+
+    def test_only_what_is_asked_for_moves(self, prefill, decode):
+        before = decode.pool.rows((5,), 8)
+        computed(prefill)
+        decode.fetch(ROOM, engine_of(prefill, decode), (-1, 2, 7), TokenRange(8, 18), PROMPT)
+        decode.wait_for(Fetched)
+        assert torch.equal(decode.pool.rows((2, 7), 10), prefill.pool.rows((3, 1, 4, 2, 6), 18)[:, 8:])
+        assert torch.equal(decode.pool.rows((5,), 8), before)
+
+    def test_a_decode_that_comes_before_the_prompt_is_computed_waits(self, prefill, decode):
+        engine = engine_of(prefill, decode)
+        fetching = decode.fetch(ROOM, engine, (5, 2, 7), TokenRange(0, 18), PROMPT)
+        computed(prefill, 4, (3,))
+        prefill.grow(ROOM, (3, 1, 4, 2, 6), 18, FIRST)
+        decode.wait_for(Fetched)
+        assert fetching.report is not None
+
+    def test_another_prompt_gets_nothing(self, prefill, decode):
+        computed(prefill)
+        other = Prompt.of(range(200, 218))
+        fetching = decode.fetch(ROOM, engine_of(prefill, decode), (5, 2, 7), TokenRange(0, 18), other)
+        decode.wait_for(FetchFailed)
+        assert fetching.error.reason == Reason.WRONG_PROMPT
+        assert fetching.report is None
+
+    def test_a_room_is_free_again_when_its_request_is_over(self, prefill, decode):
+        leased = computed(prefill)
+        with pytest.raises(RequestError, match="same bootstrap_room"):
+            prefill.promise(ROOM, PROMPT)
+        prefill.withdraw(ROOM)
+        prefill.wait_for(LeaseEnded)
+        assert leased.ended not in ("", "done")
+        assert prefill.promise(ROOM, PROMPT).ended == ""
+
+    def test_a_lease_that_is_held_and_not_needed_ends_before_it_expires(self, prefill, decode):
+        leased = computed(prefill)
+        engine = engine_of(prefill, decode)
+        decode.hold(ROOM, engine)
+        decode.decline(ROOM, engine)
+        prefill.wait_for(LeaseEnded)
+        assert leased.ended not in ("", "expired")
+
+    def test_two_fetches_of_one_room_are_two(self, prefill, decode):
+        engine = engine_of(prefill, decode)
+        first, second = (decode.fetch(ROOM, engine, (5, 2, 7), TokenRange(0, 18), PROMPT) for _ in range(2))
+        assert first.request_id != second.request_id
+        for fetching in (first, second):
+            decode.abort(fetching)
+            decode.wait_for(module.BlocksReleased)
+        assert first.is_over
+        assert second.is_over
+
+    def test_a_lease_that_nobody_reads_expires(self, new_rank):
+        prefill = new_rank(4, Settings(transport="tcp", staging_bytes=16 << 20, lease_s=0.5))
+        leased = computed(prefill)
+        prefill.wait_for(LeaseEnded)
+        assert leased.ended == "expired"
+
+
+class TestWithoutAnAgent:
+    def test_nothing_begins_and_everything_ends(self, prefill, decode):
+        leased = computed(prefill)
+        engine = engine_of(prefill, decode)
+        fetching = decode.fetch(ROOM, engine, (5, 2, 7), TokenRange(0, 18), Prompt.of(range(18)))
+        waiting = decode.engines.find("127.0.0.1:9")
+        for each in (prefill, decode):
+            each.hear(AgentStopped())
+        assert leased.ended == "stopped"
+        assert isinstance(fetching.error, TransferError)
+        assert fetching.is_over
+        with pytest.raises(TransferError, match="has stopped"):
+            prefill.promise(ROOM + 1, PROMPT)
+        with pytest.raises(TransferError, match="has stopped"):
+            decode.fetch(ROOM, engine, (5, 2, 7), TokenRange(0, 18), PROMPT)
+        assert decode.engines.find("127.0.0.1:10") is not waiting
+
+    def test_pages_that_a_source_may_still_write_to_are_not_free(self, decode, monkeypatch):
+        fetching = decode._fetches["q"] = module.Fetching("q")
+        monkeypatch.setattr(type(decode.agent), "written_ids", frozenset({"q"}))
+        decode.hear(AgentStopped())
+        assert (fetching.is_over, fetching.error is not None) == (False, True)
+
+    def test_what_the_agent_refuses_leaves_nothing_behind(self, prefill, monkeypatch):
+        def refuse(agent, asked):
+            raise RequestError("no")
+
+        engine = RemoteEngine("p0", "epoch-1", (prefill.agent.address,))
+        monkeypatch.setattr(type(prefill.agent), "fetch", refuse)
+        monkeypatch.setattr(type(prefill.agent), "lease", refuse)
+        with pytest.raises(RequestError, match="no"):
+            prefill.fetch(ROOM, engine, (5, 2, 7), TokenRange(0, 18), PROMPT)
+        with pytest.raises(RequestError, match="no"):
+            prefill.promise(ROOM, PROMPT)
+        assert (prefill._fetches, prefill._leases) == ({}, {})
+
+
+OTHER_LAYOUT = describe(MHATokenToKVPool(16), RankFacts(0, 1, NUM_HEADS))[0]
+
+
+class Others(Ranks):
+    """The other rank of an engine of two, which is rank 0, answers as well."""
+
+    def gather(self, word):
+        introduction = module.Introduction("first", "epoch-0", OTHER_LAYOUT)
+        return [msgspec.msgpack.encode(introduction) if word[:4] != b"tcp:" else b"tcp://127.0.0.1:1", word]
+
+
+def test_an_engine_has_the_name_and_the_epoch_of_its_rank_0_which_alone_has_the_port(new_rank, monkeypatch):
+    opened = []
+
+    def open_agent(config, cache, hear):
+        opened.append(config)
+        return _Agent()
+
+    monkeypatch.setattr(module, "open_agent", open_agent)
+    monkeypatch.setattr(module, "read_token", lambda path: f"the token in {path}")
+    rank = new_rank(4, Settings(engine_id="ours", token_file="token"), Others(2, 1, None), 7000)
+    new_rank(4, Settings(engine_id="ours", lease_s=7.5), Ranks(1, 0, None), 7000)
+    other, alone = opened
+    assert [layout.groups[0].block_tokens for layout in rank.layouts] == [16, 4]
+    assert rank.agent.addresses == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:7000"]
+    assert other.token == "the token in token"
+    assert (other.engine_id, other.epoch, other.rank, other.port) == ("first", "epoch-0", 1, 0)
+    assert (alone.engine_id, alone.rank, alone.port) == ("ours", 0, 7000)
+    assert (alone.timing.lease_s, alone.timing.early_claim_s) == (7.5, module.EARLY_CLAIM_S)
+
+
+class _Agent:
+    """Stands for one that is opened."""
+
+    address = "tcp://127.0.0.1:7000"
+
+    def start(self, addresses):
+        self.addresses = addresses
+
+    def close(self):
+        """Nothing is open."""

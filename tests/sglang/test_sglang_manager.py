@@ -1,0 +1,196 @@
+"""A manager as SGLang's scheduler makes it: what it opens, what it refuses, which failed pages it keeps."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from math import inf
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.errors import ConfigurationError, LayoutError
+
+NUM_HEADS = 4
+
+
+@pytest.fixture(scope="module")
+def sglang():
+    """Our classes, which need SGLang's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.mem_cache import memory_pool
+
+        from kvferry.connectors.sglang import construction, manager
+    return SimpleNamespace(pools=memory_pool, construction=construction, manager=manager)
+
+
+class Scene:
+    """What SGLang hands over: a queue with a pool, options, and the place among the ranks. A test changes what it is
+    about, and makes the manager."""
+
+    def __init__(self, sglang, monkeypatch) -> None:
+        import torch
+
+        pool = sglang.pools.MHATokenToKVPool(
+            size=96,
+            page_size=16,
+            dtype=torch.float32,
+            head_num=NUM_HEADS,
+            head_dim=8,
+            layer_num=2,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        model = SimpleNamespace(get_total_num_kv_heads=lambda: NUM_HEADS, num_attention_heads=8)
+        self.scheduler = SimpleNamespace(model_config=model, spec_algorithm=SimpleNamespace(is_none=lambda: True))
+        self.transfers = SimpleNamespace(enable_deferred_kv_release=True, deferred_kv_release_timeout=30.0)
+        self.queue = SimpleNamespace(
+            metadata_buffers="rows", scheduler=self.scheduler, token_to_kv_pool=pool, transfer_queue=self.transfers
+        )
+        self.args = SimpleNamespace(state_types=[], num_draft_entries=0, page_size=16)
+        self.parallel = SimpleNamespace(tp_rank=0, tp_size=1, attn_tp_group=SimpleNamespace(cpu_group=None))
+        self.options = SimpleNamespace(disaggregation_bootstrap_port=0)
+        self._sglang, self._managers = sglang, []
+        monkeypatch.setattr(sglang.manager, "get_parallel", lambda: self.parallel)
+        monkeypatch.setenv("KVFERRY_SGLANG_CONFIG", '{"transport": "tcp", "staging_bytes": 16777216}')
+
+    def manager(self, mode: str):
+        def make(queue):
+            return self._sglang.manager.FerryManager(self.args, SimpleNamespace(value=mode), self.options, False)
+
+        self._managers.append(self._sglang.construction.note_queue(make, self.queue))
+        return self._managers[-1]
+
+    def close(self) -> None:
+        for manager in self._managers:
+            manager.rank.agent.close()
+
+
+@pytest.fixture
+def scene(sglang, monkeypatch):
+    made = Scene(sglang, monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def port():
+    """A port that nobody has."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield held.getsockname()[1]
+
+
+@pytest.mark.parametrize(("mode", "is_there"), [("prefill", True), ("decode", False)])
+def test_only_a_prefill_engine_listens_at_the_bootstrap_port(scene, port, mode, is_there):
+    scene.options.disaggregation_bootstrap_port = port
+    made = scene.manager(mode)
+    assert made.rank.agent.address.endswith(f":{port}") is is_there
+    assert (made.metadata, made.kv_args) == ("rows", scene.args)
+
+
+def test_pages_of_a_failed_request_are_kept_for_as_long_as_it_takes(scene):
+    scene.manager("decode")
+    assert scene.transfers.deferred_kv_release_timeout == inf
+
+
+def test_a_prefill_engine_frees_its_pages_as_it_always_does(scene):
+    del scene.queue.transfer_queue
+    scene.manager("prefill")
+
+
+def test_a_decode_engine_that_frees_failed_pages_at_once_does_not_start(scene):
+    scene.transfers.enable_deferred_kv_release = False
+    with pytest.raises(ConfigurationError, match="must stay until nothing writes"):
+        scene.manager("decode")
+
+
+@pytest.mark.parametrize("name", ["pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size"])
+def test_other_ways_to_divide_an_engine_are_refused(scene, name):
+    setattr(scene.parallel, name, 2)
+    with pytest.raises(ConfigurationError, match=f"{name} 2"):
+        scene.manager("prefill")
+
+
+def test_speculative_decoding_is_refused(scene):
+    scene.scheduler.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+    with pytest.raises(ConfigurationError, match="speculative decoding"):
+        scene.manager("decode")
+
+
+def test_states_beside_keys_and_values_are_refused(scene):
+    scene.args.state_types = [SimpleNamespace(value="mamba")]
+    with pytest.raises(LayoutError, match="states beside keys and values"):
+        scene.manager("prefill")
+
+
+def test_a_rank_has_its_own_heads_and_its_own_place_in_its_engine(scene, sglang, monkeypatch):
+    """The second of two ranks, each with all heads that its pool has: two of four would be another pool."""
+    scene.parallel.tp_rank, scene.parallel.tp_size = 1, 2
+    scene.scheduler.model_config.get_total_num_kv_heads = lambda: 2 * NUM_HEADS
+    seen = []
+
+    def new_rank(settings, layout, cache, ranks, port):
+        seen.append((layout, ranks))
+        return SimpleNamespace(agent=SimpleNamespace(close=lambda: None))
+
+    monkeypatch.setattr(sglang.manager, "Rank", new_rank)
+    scene.manager("decode")
+    ((layout, ranks),) = seen
+    assert {placement.spans[0].start for placement in layout.placements} == {NUM_HEADS}
+    assert (ranks.rank, ranks.num_ranks) == (1, 2)
+
+
+class TestFailedRequests:
+    @pytest.fixture
+    def made(self, scene):
+        return scene.manager("decode")
+
+    def test_a_room_is_safe_once_nothing_writes_to_its_pages(self, made):
+        writing = SimpleNamespace(is_over=False)
+        made.register(7, writing)
+        assert (made.is_abort_release_safe(7, 1), made.is_abort_release_safe(8, 1)) == (False, True)
+        writing.is_over = True
+        assert made.is_abort_release_safe(7, 1)
+
+    def test_what_is_forgotten_is_ones_own(self, made):
+        first, second = (SimpleNamespace(is_over=True) for _ in range(2))
+        made.register(7, first)
+        made.register(7, second)
+        second.is_over = False
+        made.forget(7, first)
+        assert not made.is_abort_release_safe(7, 1)
+        made.forget(7, second)
+        assert made.is_abort_release_safe(7, 1)
+
+    def test_pages_that_are_free_are_nobodys(self, made):
+        writing = SimpleNamespace(is_over=False)
+        made.register(7, writing)
+        made.clear_deferred_abort_state(7)
+        assert made.is_abort_release_safe(7, 1)
+
+    def test_every_prefill_engine_is_known(self, made):
+        assert made.prefill_info_table.get("anybody:1").dp_size == 1
+        assert made.try_ensure_parallel_info("anybody:1")
+        assert not made.should_verify_kv_checksum("anybody:1")
+
+
+class TestConstruction:
+    def test_what_an_object_is_made_for_is_known_while_it_is_made(self, sglang):
+        notes = sglang.construction
+        assert notes.note_queue(lambda queue: notes.queue_being_made(), "queue") == "queue"
+        assert notes.note_request(lambda queue, request: notes.request_being_made(), "queue", "request") == "request"
+        for known in (notes.queue_being_made, notes.request_being_made):
+            with pytest.raises(ConfigurationError, match="in another way than kvferry knows"):
+                known()
+
+    def test_an_error_leaves_nothing_behind(self, sglang):
+        notes = sglang.construction
+        for note, arguments in ((notes.note_queue, ("queue",)), (notes.note_request, ("queue", "request"))):
+            with pytest.raises(ZeroDivisionError):
+                note(lambda *_: 1 // 0, *arguments)
+        for known in (notes.queue_being_made, notes.request_being_made):
+            with pytest.raises(ConfigurationError):
+                known()
