@@ -190,9 +190,30 @@ class TestSender:
         sender.send([4, 9, 2], [], 40)
         assert (sender.poll(), rank.said) == (sglang.poll.Failed, [("withdraw",)])
 
-    def test_a_client_that_leaves_takes_its_lease_along(self, new_sender, rank):
-        new_sender().abort()
+    @pytest.mark.parametrize("end", ["abort", "clear"])
+    def test_a_client_that_leaves_takes_its_lease_along(self, new_sender, rank, end):
+        getattr(new_sender(), end)()
         assert rank.said == [("withdraw",)]
+
+    @pytest.mark.parametrize("end", ["abort", "clear"])
+    def test_a_lease_that_has_ended_is_neither_taken_back_nor_grows(self, new_sender, rank, end):
+        sender = new_sender()
+        sender.init(3, 1)
+        rank.leases[0].ended = "expired"
+        sender.send([4, 9, 2], [], 40)
+        getattr(sender, end)()
+        assert rank.said == []
+
+    def test_each_chunk_is_offered_with_the_pages_of_its_time(self, new_sender, manager, rank):
+        done = []
+        manager.milestone = lambda: lambda: bool(done)
+        sender = new_sender()
+        sender.init(3, 1)
+        sender.send([4], None, 16)
+        sender.send([9, 2], [], 24)
+        done.append(True)
+        sender.poll()
+        assert rank.said == [((4,), 16, None), ((4, 9, 2), 40, FIRST)]
 
     def test_a_room_that_is_in_use_fails_the_second_request(self, sglang, new_sender, rank):
         first, second = new_sender(), new_sender()
@@ -300,6 +321,23 @@ class TestReceiver:
         manager.submit_prefill_recompute(receiver, {})
         rank.fetches[0].is_over = True
         assert receiver.poll() == sglang.poll.Failed
+
+    def test_what_is_over_is_not_aborted_and_keeps_its_reason(self, sglang, new_receiver, rank):
+        receiver = started(new_receiver, rank)
+        rank.fetches[0].error = TransferError(Reason.DIGEST, "the received bytes differ")
+        rank.fetches[0].is_over = True
+        assert receiver.poll() == sglang.poll.Failed
+        said = len(rank.said)
+        receiver.abort()
+        assert len(rank.said) == said
+        with pytest.raises(TransferError, match="bytes differ"):
+            receiver.failure_exception()
+
+    def test_a_request_that_sglang_forgets_is_nobodys(self, new_receiver, manager, rank):
+        receiver = started(new_receiver, rank)
+        assert not manager.is_abort_release_safe(ROOM, 1)
+        receiver.clear()
+        assert manager.is_abort_release_safe(ROOM, 1)
 
     def test_a_client_that_leaves_ends_its_fetch(self, sglang, new_receiver, rank):
         receiver = started(new_receiver, rank)
