@@ -125,10 +125,13 @@ def test_prefill_is_asked_for_the_token_that_the_client_will_get():
     assert json.loads(room_prefill_body(request, ROOM)) == {**body, "stream": False, **json.loads(ROOM)}
 
 
-def test_a_room_is_at_the_host_of_the_prefill_instance():
+def test_a_room_is_where_the_prefill_instance_says_or_at_the_host_of_its_url():
     info = EngineInfo(handover=Handover.ROOM, bootstrap_port=8998)
     room = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": MAX_ROOM}
-    assert json.loads(room_at(Instance("http://10.0.0.5:30000", Role.PREFILL), info, MAX_ROOM)) == room
+    prefill = Instance("http://10.0.0.5:30000", Role.PREFILL)
+    assert json.loads(room_at(prefill, info, MAX_ROOM)) == room
+    info = EngineInfo(handover=Handover.ROOM, bootstrap_host="10.1.0.5", bootstrap_port=8998)
+    assert json.loads(room_at(prefill, info, MAX_ROOM)) == {**room, "bootstrap_host": "10.1.0.5"}
     assert room_at(P0, UNKNOWN_ENGINE, 1) == b""
 
 
@@ -303,6 +306,9 @@ def test_what_a_server_says_of_itself():
     assert (info.handover, info.bootstrap_port, info.computes_prompts) == (Handover.ROOM, 8998, False)
     whole = told("null", Role.DECODE)
     assert (whole.handover, whole.computes_prompts) == (Handover.NONE, True)
+    ours = told("prefill", Role.PREFILL, kvferry={"host": "10.1.0.5", "wire_version": "8"})
+    assert (ours.bootstrap_host, ours.wire_version) == ("10.1.0.5", "8")
+    assert (info.bootstrap_host, info.wire_version) == ("", "")
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"no json", b'{"disaggregation_bootstrap_port": "x"}'])
@@ -322,6 +328,10 @@ def test_only_pairs_of_one_way_are_pairs():
         told("decode", Role.DECODE, disaggregation_transfer_backend="nixl"),
     ]
     assert all(differences(prefill, other) for other in others)
+    ours = [told(role, role, version=role, kvferry={"wire_version": "8"}) for role in Role]
+    later = told("decode", Role.DECODE, kvferry={"wire_version": "9"})
+    assert differences(*ours) == ()
+    assert differences(ours[0], later)
     assert all(differences(other, decode) for other in others[:3])
     assert differences(told("null", Role.PREFILL), told("null", Role.DECODE))
 

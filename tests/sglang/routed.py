@@ -38,14 +38,14 @@ class Router(EngineServer):
     def until_idle(self) -> None:
         """Neither the router nor a server is busy with a request. Raises TimeoutError while one is."""
         deadline = time.monotonic() + IDLE_S
-        while any(one["in_flight_requests"] for one in _told(f"{self.url}/kvferry/members")["members"]):
+        while any(one["in_flight_requests"] for one in told(f"{self.url}/kvferry/members")["members"]):
             _wait(deadline)
         for url in self._urls:
-            while any(rank["num_running_reqs"] for rank in _told(f"{url}/v1/loads")["loads"]):
+            while any(rank["num_running_reqs"] for rank in told(f"{url}/v1/loads")["loads"]):
                 _wait(deadline)
 
 
-def _told(url: str) -> Any:
+def told(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=ANSWER_S) as response:
         return json.load(response)
 

@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from asking import alone, first_logprobs, prompts_of
-from routed import completion, post, routing, stream, tokens_of
+from routed import completion, post, routing, stream, tokens_of, told
 from sglang_servers import PairSpec
+
+from kvferry import WIRE_VERSION
 
 SPECS = [PairSpec("llama")]
 one_pair = pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -24,6 +26,14 @@ CHAT = {
 def router(pair, tmp_path):
     with routing(pair, tmp_path / "router.log") as router:
         yield router
+
+
+@one_pair
+def test_a_server_says_where_its_backend_listens(pair, spec):
+    assert told(f"{pair.prefill.url}/server_info")["kvferry"] == {
+        "host": "127.0.0.1",
+        "wire_version": str(WIRE_VERSION),
+    }
 
 
 @one_pair

@@ -6,17 +6,21 @@ plug-in raises, and would say only that `kvferry` is no valid choice.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
 from typing import Any
 
+from kvferry import WIRE_VERSION
 from kvferry.connectors.sglang.construction import note_queue, note_request
+from kvferry.connectors.sglang.settings import settings_from
 from kvferry.errors import ConfigurationError
 
 NAME = "kvferry"
 TESTED = "0.5.23"
 _UTILS = "sglang.srt.disaggregation.utils"
+_INFO = "sglang.srt.utils.common"
 _PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 _DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 _MAKERS = (
@@ -57,6 +61,9 @@ def _register() -> None:
     for queue, method in _MAKERS:
         note = note_queue if method == "_init_kv_manager" else note_request
         HookRegistry.register(f"{queue}.{method}", note, HookType.AROUND)
+    # A router can do without.
+    if hasattr(import_module(_INFO), "build_server_info"):
+        HookRegistry.register(f"{_INFO}.build_server_info", introduce, HookType.AFTER)
     if NAME not in DISAGG_TRANSFER_BACKEND_CHOICES:
         add_disagg_transfer_backend_choices([NAME])
 
@@ -84,6 +91,14 @@ def _add_member(backends: Any) -> None:
     backends._member_map_[NAME.upper()] = member
     backends._member_names_.append(NAME.upper())
     backends._value2member_map_[NAME] = member
+
+
+def introduce(told: dict[str, Any], *_: object) -> dict[str, Any]:
+    """What `/server_info` tells a router besides SGLang's own options: where a prefill's rank 0 is reached, and which
+    agents can understand it."""
+    if told.get("disaggregation_transfer_backend") != NAME:
+        return told
+    return {**told, NAME: {"host": settings_from(os.environ).host, "wire_version": str(WIRE_VERSION)}}
 
 
 def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:

@@ -28,8 +28,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     `epoch` is new at every start. `cache` names what is kept of a request: equal names can be exchanged, whatever the
     parallelism, block size and memory format. Engines with a `wire_version` are kvferry's own. Without a `prefix_cache`
     nothing that was sent there before spares it any work. With `early` it can refer to a prompt's cache before it has
-    computed it. Engines whose `handover` is a room are found at `bootstrap_port` of their host, and exchange caches
-    over the same `transfer_backend`. One that does not compute prompts serves only what a prefill has computed.
+    computed it. Engines whose `handover` is a room are found at `bootstrap_port` of `bootstrap_host`, or of the host of
+    their URL, and exchange caches over the same `transfer_backend`. One that does not compute prompts serves only what
+    a prefill has computed.
     """
 
     engine: str = ""
@@ -42,6 +43,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     early: bool = False
     handover: Handover = Handover.REFERENCE
     transfer_backend: str = ""
+    bootstrap_host: str = ""
     bootstrap_port: int = 0
     computes_prompts: bool = True
 
@@ -69,11 +71,8 @@ def differences(prefill: EngineInfo, decode: EngineInfo) -> tuple[str, ...]:
 
 
 def room_at(prefill: Instance, info: EngineInfo, number: int) -> bytes:
-    """The fields of a room of this prefill instance, as a JSON object; empty where its caches are found by a reference.
-
-    Decode instances ask for it at the host of its URL.
-    """
+    """The fields of a room of this prefill instance, a JSON object; empty where its caches are found by a reference."""
     if info.handover is not Handover.ROOM:
         return b""
-    host, port = urlsplit(prefill.url).hostname, info.bootstrap_port
+    host, port = info.bootstrap_host or urlsplit(prefill.url).hostname, info.bootstrap_port
     return msgspec.json.encode({"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": number})

@@ -15,6 +15,13 @@ WHOLE = "null"
 """The mode of a server that serves requests from beginning to end."""
 
 
+class BackendInfo(msgspec.Struct):
+    """What kvferry's transfer backend adds, where that is used: where it listens, and its version."""
+
+    host: str = ""
+    wire_version: str = ""
+
+
 class ServerInfo(msgspec.Struct):
     """The fields that matter here, of SGLang 0.5.23: the options that it was started with."""
 
@@ -22,6 +29,7 @@ class ServerInfo(msgspec.Struct):
     disaggregation_mode: str = WHOLE
     disaggregation_transfer_backend: str = ""
     disaggregation_bootstrap_port: int = 0
+    kvferry: BackendInfo = msgspec.field(default_factory=BackendInfo)
 
 
 def sglang_info(told: bytes, role: Role, models: tuple[str, ...]) -> EngineInfo:
@@ -33,9 +41,11 @@ def sglang_info(told: bytes, role: Role, models: tuple[str, ...]) -> EngineInfo:
     return EngineInfo(
         engine=OWNER,
         version=server.version,
+        wire_version=server.kvferry.wire_version,
         models=models,
         handover=Handover.ROOM if server.disaggregation_mode == role else Handover.NONE,
         transfer_backend=server.disaggregation_transfer_backend,
+        bootstrap_host=server.kvferry.host,
         bootstrap_port=server.disaggregation_bootstrap_port,
         computes_prompts=server.disaggregation_mode == WHOLE,
     )
