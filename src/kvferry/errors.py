@@ -6,6 +6,11 @@ The tree has one root, `FerryError`. A branch is a place where callers differ in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
 MAX_TEXT = 2048
 
 
@@ -37,6 +42,13 @@ class FerryError(Exception):
 
 class ConfigurationError(FerryError):
     """What the user asked for cannot be set up."""
+
+
+def choice_named(what: str, name: str, known: Mapping[str, Value]) -> Value:
+    """The choice that users call `name`; `what` says what is chosen. Raises ConfigurationError, with all names."""
+    if name not in known:
+        raise ConfigurationError(f"unknown {what}", found=name, expected=" or ".join(known))
+    return known[name]
 
 
 class LayoutError(FerryError):

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from kvferry import new_epoch
 from kvferry.agent.control.channel import ControlChannel
 from kvferry.agent.control.shared_token import SharedToken
-from kvferry.cli.doctor.transport_tests import Trials, unusable, verdict
+from kvferry.cli.doctor.transport_tests import Trials, verdict
 from kvferry.errors import ConfigurationError, FerryError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.keys import PeerKey
@@ -99,13 +99,13 @@ def _measurements(asking: _Asking, offer: Offer, opened: Opened, say: Callable[[
             asking.offer()
             transport.connect(PEER, offered[transport.name].descriptor)
         except FerryError as error:
-            yield unusable(transport.name, error.found or error.what)
+            yield Measurement.failed(transport.name, error.found or error.what)
             continue
         probe = offer.probe
         yield measure(transport, PEER, Probe(probe.address, probe.size_bytes, probe.seed, probe.num_marks))
         transport.disconnect(PEER)
     for name, reason in opened.unavailable.items():
-        yield unusable(name, reason)
+        yield Measurement.failed(name, reason)
 
 
 def _findings(measurements: tuple[Measurement, ...], context: LocalContext, offer: Offer) -> Iterator[Finding]:

@@ -31,14 +31,11 @@ class Trials:
     findings: tuple[Finding, ...]
 
 
-def unusable(name: str, reason: str) -> Measurement:
-    """What is known of a transport that was not measured."""
-    return Measurement(name, 0.0, 0.0, 0.0, reason)
-
-
 def loopback(say: Callable[[str], None], skipped: Mapping[str, str]) -> Trials:
     """Read from and write to another process of this machine, over every transport but those that are `skipped`."""
-    tried = [unusable(name, skipped[name]) if name in skipped else _loopback_over(name, say) for name in OPENERS]
+    tried = [
+        Measurement.failed(name, skipped[name]) if name in skipped else _loopback_over(name, say) for name in OPENERS
+    ]
     findings = [finding for found in tried if found.name not in skipped for finding in _of_one(found)]
     return Trials(Place.SAME_HOST, tuple(tried), tuple(findings))
 
@@ -48,13 +45,13 @@ def _loopback_over(name: str, say: Callable[[str], None]) -> Measurement:
     try:
         transport = OPENERS[name]("127.0.0.1")
     except FerryError as error:
-        return unusable(name, str(error))
+        return Measurement.failed(name, str(error))
     try:
         with closing(transport), PeerProcess(name, PROBE_BYTES, SEED) as peer:
             transport.connect("peer", peer.descriptor)
             return measure(transport, "peer", peer.probe)
     except (FerryError, json.JSONDecodeError) as error:
-        return unusable(name, f"the other process: {error}")
+        return Measurement.failed(name, f"the other process: {error}")
 
 
 def _of_one(found: Measurement) -> Iterator[Finding]:

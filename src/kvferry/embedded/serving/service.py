@@ -20,7 +20,7 @@ from kvferry.embedded.serving.chunks import AnswerChunk, interleaved, scored_tok
 from kvferry.embedded.serving.metrics import Metrics, Report
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.embedded.transfer.readiness import Readiness
-from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError, TransferError
+from kvferry.errors import PromptTooLongError, RequestError, TransferError, choice_named
 
 SEEDS = 2**63
 POLICIES = ("recompute", "fail")
@@ -42,8 +42,7 @@ class ServeInfo:
     cache: str = ""
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigurationError("unknown policy", found=self.policy, expected=" or ".join(POLICIES))
+        choice_named("policy", self.policy, dict.fromkeys(POLICIES))
 
 
 @dataclass(frozen=True, slots=True)

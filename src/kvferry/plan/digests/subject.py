@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from kvferry.errors import ConfigurationError, LayoutError
+from kvferry.errors import LayoutError, choice_named
 from kvferry.plan.description.layout import Layout, State
 from kvferry.plan.description.span import MAX_STOP
 from kvferry.plan.description.tokens import ALL_TOKENS, MAX_PERIOD, TokenRange, TokenSet
@@ -35,9 +35,7 @@ class DigestPolicy(StrEnum):
 
 def digest_policy_named(name: str) -> DigestPolicy:
     """Raises ConfigurationError for a policy that does not exist."""
-    if name not in [policy.value for policy in DigestPolicy]:
-        raise ConfigurationError("unknown digest policy", found=name, expected=" or ".join(DigestPolicy))
-    return DigestPolicy(name)
+    return choice_named("digest policy", name, {policy.value: policy for policy in DigestPolicy})
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import ConfigurationError
+from kvferry.errors import choice_named
 
 Column = NDArray[np.uint64]
 """One unsigned 64-bit integer per row, in bytes."""
@@ -29,9 +29,7 @@ def direction_named(name: str) -> Direction:
 
     Raises ConfigurationError for a direction that does not exist.
     """
-    if name not in NAMES:
-        raise ConfigurationError("unknown transfer direction", found=name, expected=" or ".join(NAMES))
-    return NAMES[name]
+    return choice_named("transfer direction", name, NAMES)
 
 
 def may_switch_direction(name: str) -> bool:

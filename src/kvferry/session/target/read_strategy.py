@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from kvferry.errors import ConfigurationError, TransferError
+from kvferry.errors import ConfigurationError, TransferError, choice_named
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.plan.programs.program import Program, RegionStarts
 from kvferry.plan.programs.program_split import token_at
@@ -146,12 +146,7 @@ def _in_slots(costs: Costs, slot_bytes: int) -> Costs:
 
 def allowed_by(name: str) -> tuple[Strategy, ...]:
     """The strategies that a user's option allows. Raises ConfigurationError for an unknown name."""
-    if name == "auto":
-        return AUTO
-    if name not in list(Strategy):
-        expected = ", ".join(["auto", *Strategy])
-        raise ConfigurationError("unknown strategy", found=name, expected=f"one of {expected}")
-    return (Strategy(name),)
+    return choice_named("strategy", name, {"auto": AUTO} | {each.value: (each,) for each in Strategy})
 
 
 def through_staging_only(policy: StagingPolicy) -> StagingPolicy:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from importlib.metadata import entry_points
 
-from kvferry.errors import ConfigurationError, FerryError
+from kvferry.errors import ConfigurationError, FerryError, choice_named
 
 
 class StagingMemory(StrEnum):
@@ -102,12 +102,7 @@ def check_pair(device: str, buffer_device: str) -> None:
 
 def staging_memory_named(name: str) -> StagingMemory:
     """Raises ConfigurationError for another name."""
-    try:
-        return StagingMemory(name)
-    except ValueError as error:
-        raise ConfigurationError(
-            "unknown staging memory", found=name, expected=_listed([str(known) for known in StagingMemory])
-        ) from error
+    return choice_named("staging memory", name, {memory.value: memory for memory in StagingMemory})
 
 
 def check_staging(device: str, buffer_device: str, where: StagingMemory) -> None:

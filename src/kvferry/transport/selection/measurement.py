@@ -54,6 +54,11 @@ class Measurement:
     carriers: tuple[str, ...] = ()
     copies_once: bool = False
 
+    @classmethod
+    def failed(cls, name: str, error: str) -> Measurement:
+        """Of a transport that was not measured, and why it cannot be used."""
+        return cls(name, 0.0, 0.0, 0.0, error)
+
     def rates(self, direction: Direction) -> Rates:
         """Those of one direction."""
         if direction is Direction.WRITE:
