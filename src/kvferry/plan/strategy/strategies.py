@@ -20,8 +20,9 @@ from kvferry.plan.programs.program import RegionStarts
 
 
 class Strategy(StrEnum):
-    """How rows move, the simplest way first. `staged` has the rows of each stage, `cost_model` what they cost; whoever
-    carries a transfer out asks for the properties, not for a name."""
+    """How rows move, the simplest way first. `staged` has the rows of each stage, `cost_model` what they cost, and
+    `kvferry.session.target.read_strategy` says when each is allowed; whoever carries a transfer out asks for the
+    properties, not for a name."""
 
     DIRECT = "direct"
     SCATTER = "scatter"

@@ -1,4 +1,8 @@
-"""The reads of all fetches, from the claim to the valid bytes: answers of sources and tickets move them forward."""
+"""The reads of all fetches, from the claim to the valid bytes: answers of sources and tickets move them forward.
+
+`fetch.READ_TABLE` has the states in which a read can be, in order. What has landed is `valid` once `verification` here
+and the source's record of the lease (`kvferry.session.source.completed_reads`) agree.
+"""
 
 from __future__ import annotations
 
