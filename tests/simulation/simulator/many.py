@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 from simulator.defects.defect import DEFECTS, NO_DEFECT, Defect
 from simulator.report.outcome import Outcome
@@ -29,7 +30,7 @@ def play_all(seeds: range, defect: Defect = NO_DEFECT, num_processes: int = 1) -
 def first_violation(defect: Defect, seeds: range) -> tuple[Outcome, ...]:
     """The first run, in the order of the seeds, that finds a planted defect; empty when none of them does."""
     found = (outcome for outcome in (simulate(seed, defect) for seed in seeds) if outcome.violation)
-    return tuple(outcome for outcome, _ in zip(found, range(1), strict=False))
+    return tuple(islice(found, 1))
 
 
 def _play_some(defect_name: str, seeds: Sequence[int]) -> list[Outcome]:
