@@ -11,7 +11,8 @@ from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.engine.records import Request, Token
 
 Result = TypeVar("Result")
-DEADLINE_S = 30.0
+# A busy machine takes half a minute to compute a prompt that fills the context.
+DEADLINE_S = 150.0
 
 
 class Loop:
