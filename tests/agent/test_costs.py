@@ -125,3 +125,24 @@ def test_a_read_of_one_small_slot_goes_straight_where_rows_alone_would_have_it_p
     counts = Counts(1 << 18, 256, 256)
     assert prices(counts, replace(costs, staging_s=0.0))[0].strategy == "pack"
     assert prices(counts, costs)[0].strategy == "direct"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "row_bytes", "expected"),
+    [
+        (96 * SLOT, 1536, "pack"),
+        (96 * SLOT, 24 << 10, "pack"),
+        (96 * SLOT, 4 << 20, "direct"),
+        (SLOT, 64 << 10, "direct"),
+    ],
+)
+def test_rows_of_device_memory_cost_what_the_device_takes(num_bytes, row_bytes, expected):
+    """Measured between two processes on an H200: whatever the self-test says of rows of host memory."""
+    found = measured(8.3, 1e-6, ("cma/memory", "cuda_ipc/cuda"))
+    costs = replace(costs_of(found, Place.SAME_HOST, buffer_device="cuda"), slot_bytes=24 << 20)
+    assert cheapest(num_bytes, row_bytes, costs) == expected
+
+
+def test_between_hosts_a_card_posts_rows_of_device_memory_as_any_others():
+    found = measured(25.0, 1e-6, ("rc_mlx5/mlx5_0",))
+    assert costs_of(found, Place.OTHER_HOST, buffer_device="cuda") == costs_of(found, Place.OTHER_HOST)

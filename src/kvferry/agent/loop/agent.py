@@ -93,7 +93,7 @@ class Agent:
         mover = undo.enter_context(closing(cache.mover([*cache.memories, self._arena.memory], wakeup.notify)))
         peer_slots = undo.enter_context(closing(PeerSlots(self._arena.memory)))
         manager = undo.enter_context(
-            closing(_manager(config, opened, peer_slots if mover.reaches_peer_memory else None))
+            closing(_manager(config, opened, cache.buffer_device, peer_slots if mover.reaches_peer_memory else None))
         )
         manager.register([*cache.memories, self._probe.memory, self._arena.memory])
         manager.check_requested()
@@ -266,9 +266,9 @@ class Agent:
             yield self._probe
 
 
-def _manager(config: AgentConfig, opened: Opened, peer_slots: PeerSlots | None) -> TransportManager:
+def _manager(config: AgentConfig, opened: Opened, buffer_device: str, peer_slots: PeerSlots | None) -> TransportManager:
     tests_s = TESTS_SHARE * config.timing.handshake_s
-    context = local_context(config.transport, config.may_switch_direction)
+    context = local_context(config.transport, config.may_switch_direction, buffer_device)
     return TransportManager(config.transport, opened.transports, opened.unavailable, tests_s, context, peer_slots)
 
 

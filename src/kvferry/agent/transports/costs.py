@@ -6,8 +6,9 @@ import os
 from dataclasses import replace
 
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.strategy.calibration import NUM_STAGES, TYPICAL_AGENTS, Costs
+from kvferry.plan.strategy.calibration import NUM_STAGES, TYPICAL_AGENTS, Costs, typical_device
 from kvferry.transport.machine.facts import Place
+from kvferry.transport.memory_kind import HOST
 from kvferry.transport.selection.measurement import FAR_SLOWER, Measurement
 from kvferry.transport.selection.self_test_steps import ROW_BYTES
 
@@ -23,16 +24,23 @@ SHARING_S = 1e-3
 COPYING = ("cma", "knem", "posix", "shm", "sysv", "xpmem")
 # What copies rows with the loops of gathers and scatters, so that a row costs as much in each of them.
 STRIDED = "shm"
+# A self-test moves host memory. A row of device memory takes this long over cuda_ipc, whatever its length up to some
+# hundred KiB, and a gather is no copy of the host's: measured on an H200 (benchmarks/device_pair.py).
+DEVICE_ROW_S = 5.7e-6
+DEVICE_SLOT_S = 1e-3
 # Halves are of use only where they take about as long.
 MUCH_SLOWER = 2.0
 
 
-def costs_of(found: Measurement, place: Place, direction: Direction = Direction.READ) -> Costs:
+def costs_of(
+    found: Measurement, place: Place, direction: Direction = Direction.READ, buffer_device: str = HOST
+) -> Costs:
     """Of moving in a direction: a long row tells the rate, many short ones what each costs beside that.
 
     What a gather and a scatter cost is not measured. Between processes of one host, whose wire is a copy too, it
     follows from that one's rate: so a moment at which everything is slow changes nothing about what is cheaper.
-    Elsewhere it is what they typically cost on a host.
+    Elsewhere it is what they typically cost on a host. Where transports register a device's memory, the rate of the
+    wire stays that of the host's, which is the same for all strategies.
     """
     rates = found.likely_rates(direction)
     long_s, short_s = (ROW_BYTES / rate / 1e9 for rate in (rates.gigabytes_per_s, rates.row_gigabytes_per_s))
@@ -42,6 +50,8 @@ def costs_of(found: Measurement, place: Place, direction: Direction = Direction.
         row_s=max(short_s - long_s, LEAST_ROW_S),
         wire_bytes_per_s=rates.gigabytes_per_s * 1e9,
     )
+    if buffer_device != HOST and place is Place.SAME_HOST:
+        return _slowed(found, _on_device(costs))
     return _slowed(found, _on_one_host(found, place, costs))
 
 
@@ -50,6 +60,19 @@ def _slowed(found: Measurement, costs: Costs) -> Costs:
     if found.times_slower(Direction.WRITE) < FAR_SLOWER:
         return costs
     return replace(costs, gather_bytes_per_s=min(costs.gather_bytes_per_s, found.writing.gigabytes_per_s * 1e9))
+
+
+def _on_device(costs: Costs) -> Costs:
+    """The device gathers and scatters while others of its engines copy."""
+    device = typical_device(costs.wire_bytes_per_s)
+    return replace(
+        costs,
+        row_s=max(costs.row_s, DEVICE_ROW_S),
+        gather_bytes_per_s=device.gather_bytes_per_s,
+        scatter_bytes_per_s=device.scatter_bytes_per_s,
+        copy_row_s=device.copy_row_s,
+        launch_s=DEVICE_SLOT_S,
+    )
 
 
 def _on_one_host(found: Measurement, place: Place, costs: Costs) -> Costs:

@@ -172,5 +172,7 @@ class Negotiation:
         is_slow = is_far_slower(measured, self._direction)
         # Where the source will write instead, the writes of this rank are the best estimate of its cost.
         is_written = is_slow and self._context.may_switch_direction
-        costs = costs_of(measured, self._place, Direction.WRITE if is_written else self._direction)
+        costs = costs_of(
+            measured, self._place, Direction.WRITE if is_written else self._direction, self._context.buffer_device
+        )
         return PeerConnected(self.peer, choice.name, choice.reason, costs, is_slow)

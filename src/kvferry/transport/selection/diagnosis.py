@@ -12,6 +12,7 @@ from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.machine.hardware import nics
 from kvferry.transport.machine.process_limits import process_limits
+from kvferry.transport.memory_kind import HOST
 from kvferry.transport.selection.measurement import FAR_SLOWER, OTHER, Measurement
 from kvferry.transport.ucx.environment import user_variables
 from kvferry.transport.ucx.tls import RDMA
@@ -28,6 +29,7 @@ class LocalContext:
 
     `user_transports` is the user's own UCX_TLS, `may_attach` whether the kernel lets processes read each other, and
     `may_switch_direction` whether a peer that can only be read far slower than written to is asked to write.
+    `buffer_device` is the device whose memory this process registers.
     """
 
     host: str = ""
@@ -36,6 +38,7 @@ class LocalContext:
     user_transports: str = ""
     may_attach: bool = True
     may_switch_direction: bool = False
+    buffer_device: str = HOST
 
     def place_of(self, host: str) -> Place:
         """Where a peer is that says it runs on `host`."""
@@ -44,7 +47,7 @@ class LocalContext:
         return Place.SAME_HOST if host == self.host else Place.OTHER_HOST
 
 
-def local_context(requested: str, may_switch_direction: bool = True) -> LocalContext:
+def local_context(requested: str, may_switch_direction: bool = True, buffer_device: str = HOST) -> LocalContext:
     """That of an engine with the transport `requested`, which may let its sources write instead of reading."""
     return LocalContext(
         host=host_here(),
@@ -53,6 +56,7 @@ def local_context(requested: str, may_switch_direction: bool = True) -> LocalCon
         user_transports=user_variables().get("UCX_TLS", ""),
         may_attach=process_limits().may_attach,
         may_switch_direction=may_switch_direction,
+        buffer_device=buffer_device,
     )
 
 
