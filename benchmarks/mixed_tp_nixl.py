@@ -6,12 +6,14 @@ import importlib
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 
 from kvferry.plan.programs.copies import Copies, Direction
+from kvferry.transport.memory_kind import kind_of
 from kvferry.transport.ucx.environment import PACKAGES, prepare
 
 __all__ = ["PROGRESS_S", "PlainNixl", "Prepared"]
@@ -21,16 +23,25 @@ PROGRESS_S = 0.0005
 TRANSFER_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class NixlMemory:
+    """NIXL's kind of memory on both sides, and the devices that it belongs to."""
+
+    kind: str = "DRAM"
+    device_id: int = 0
+    peers_device_id: int = 0
+
+
 class Prepared:
     """The rows of one peer as two prepared lists."""
 
-    def __init__(self, agent: Any, peer: str, copies: Copies, direction: Direction) -> None:
+    def __init__(self, agent: Any, peer: str, copies: Copies, direction: Direction, memory: NixlMemory) -> None:
         near, far = (copies.target, copies.source) if direction is Direction.READ else (copies.source, copies.target)
         self.operation = direction.name
         self._agent = agent
         self.sides = [
-            agent.prep_xfer_dlist(name, _rows(address, copies.length), "DRAM")
-            for name, address in (("", near), (peer, far))
+            agent.prep_xfer_dlist(name, _rows(address, copies.length, device_id), memory.kind)
+            for name, address, device_id in (("", near, memory.device_id), (peer, far, memory.peers_device_id))
         ]
         self.indices = np.arange(len(copies), dtype=np.int32)
 
@@ -48,8 +59,10 @@ class Prepared:
 class PlainNixl:
     """One agent with the settings of our own transport, UCX's too: no progress thread, no threads that copy."""
 
-    def __init__(self, extents: Sequence[tuple[int, int]]) -> None:
-        prepare()
+    def __init__(self, extents: Sequence[tuple[int, int]], device: str = "cpu", device_id: int = 0) -> None:
+        kind = kind_of(device)
+        prepare(device, device)
+        self._memory = NixlMemory(kind, device_id)
         api = next(_importable())
         # It prints its own progress to the standard output otherwise.
         logging.getLogger("nixl").setLevel(logging.WARNING)
@@ -59,7 +72,7 @@ class PlainNixl:
         )
         self.agent = api.nixl_agent(self.name, config)
         for address, num_bytes in extents:
-            self.agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
+            self.agent.register_memory([(address, num_bytes, device_id, "")], kind)
 
     def metadata(self) -> bytes:
         return bytes(self.agent.get_agent_metadata())
@@ -71,8 +84,9 @@ class PlainNixl:
     def progress(self) -> None:
         self.agent.get_new_notifs()
 
-    def prepare(self, peer: str, copies: Copies, direction: Direction) -> Prepared:
-        return Prepared(self.agent, peer, copies, direction)
+    def prepare(self, peer: str, copies: Copies, direction: Direction, peers_device_id: int = 0) -> Prepared:
+        memory = replace(self._memory, peers_device_id=peers_device_id)
+        return Prepared(self.agent, peer, copies, direction, memory)
 
     def run(self, work: Sequence[Prepared]) -> float:
         """Post everything, wait for the end of everything; seconds."""
@@ -97,5 +111,5 @@ def _importable() -> Any:
             continue
 
 
-def _rows(address: np.ndarray, length: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(np.stack([address, length, np.zeros_like(length)], axis=1))
+def _rows(address: np.ndarray, length: np.ndarray, device_id: int) -> np.ndarray:
+    return np.ascontiguousarray(np.stack([address, length, np.full_like(length, device_id)], axis=1))

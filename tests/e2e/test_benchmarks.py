@@ -11,6 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # As little as each of them can do.
 SMALLEST = [
     "connections.py --repeats 1",
+    "device_pair.py --repeats 1 --device cpu --pairs 2-1 --formats token-major --tokens 256",
     "digest.py --repeats 1",
     "early_decode.py --tokens 64 --repeats 1 --step token=0.1ms,step=2ms",
     "goodput.py --rates 4 --requests 2 --step token=1ms,step=2ms,sequence=0.1ms,overlap=0 --chunks 200",
