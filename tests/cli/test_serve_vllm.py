@@ -141,7 +141,15 @@ def test_vllm_may_drain_unless_whoever_started_us_is_in_a_hurry(given, drain_s, 
     assert [options.drain_timeout for options in seen] == [drain_s]
 
 
-@pytest.mark.parametrize("option", ["--num-blocks", "--max-batch-tokens", "--heartbeat"])
+def test_the_buffer_device_is_vllms_own_key_and_its_own_unless_chosen():
+    told = [
+        json.loads(after(vllm_command(options(transfer=transfer), 1), "--kv-transfer-config")).get("kv_buffer_device")
+        for transfer in (TransferOptions(), TransferOptions(buffer_device="cpu"))
+    ]
+    assert told == [None, "cpu"]
+
+
+@pytest.mark.parametrize("option", ["--device", "--num-blocks", "--max-batch-tokens", "--heartbeat"])
 def test_what_vllm_has_no_place_for_is_not_passed_over(option, monkeypatch):
     monkeypatch.setattr("kvferry.cli.serve.command.check_vllm", lambda: None)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", option, "7"])

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvferry import AgentConfig
+from kvferry import AgentConfig, Cache
 from kvferry.embedded.engine.records import Grown
 from kvferry.embedded.transfer.agent_report import AgentCollector
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
@@ -38,7 +38,7 @@ class Side:
         self.loop = asyncio.get_running_loop()
         timing = Timing(lease_s=lease_s, handshake_s=5.0, heartbeat_s=2.0, resend_s=0.5)
         config = AgentConfig(engine_id, transport="shm", timing=timing, direction=direction)
-        self.transfer = AgentTransfer(config, layout, self.shared.memory, self.release)
+        self.transfer = AgentTransfer(config, Cache((layout,), (self.shared.memory,)), self.release)
 
     def release(self, request_id):
         self.loop.call_soon_threadsafe(self.released.put_nowait, request_id)

@@ -263,6 +263,11 @@ def test_closing_ends_open_requests(loop: Loop, model_path: Path) -> None:
         ({"dtype": "float33"}, "unknown dtype"),
         ({"dtype": "int8"}, "unknown dtype"),
         ({"num_blocks": 2**40}, "cannot make a cache"),
+        ({"device": "gpu"}, "unknown device; found: gpu"),
+        ({"device": "cuda:99"}, "this device is not here; found: cuda:99"),
+        ({"device": "meta"}, "unknown device; found: meta"),
+        ({"device": "cuda", "layer_wise": True}, "layers cannot be sent one by one from this device"),
+        ({"buffer_device": "cuda"}, "cannot use this buffer device"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(model_path: Path, change: dict[str, object], words: str) -> None:

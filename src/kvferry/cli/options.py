@@ -57,6 +57,9 @@ class TransferOptions:
         str, moving(help="pull (the decode engine reads), push (the prefill engine writes) or auto.")
     ] = "auto"
     digest: Annotated[str, moving(help="How much of a received cache is verified: sampled, full or off.")] = "sampled"
+    buffer_device: Annotated[
+        str, moving(help="Device whose memory transports register: the one that computes (auto), or cpu.")
+    ] = "auto"
 
     def check(self) -> None:
         """Raises ConfigurationError."""

@@ -18,7 +18,8 @@ class Settings:
 
     `model` is a folder or a name on the Hugging Face hub; `dtype` is a torch name such as `float32`, or `auto`. A step
     takes at least what `step_cost` says: real tokens at the pace of another model. With `layer_wise` jobs that tell
-    their progress do so after every layer, else after every step.
+    their progress do so after every layer, else after every step. `device` is what torch calls the one that computes;
+    transports register the memory of `buffer_device`: the same (`auto`), or `cpu`.
     """
 
     model: str
@@ -29,6 +30,8 @@ class Settings:
     num_threads: int = 1
     step_cost: StepCost = NO_COST
     layer_wise: bool = False
+    device: str = "cpu"
+    buffer_device: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class ServeOptions:
     engine_id: Annotated[str, common(help="Unique name of this engine.")] = "engine-0"
     served_name: Annotated[str, cache(help="Model name in the API, if not the model's own.")] = ""
     dtype: Annotated[str, cache(help="Torch dtype, or auto for the model's own.")] = "auto"
+    device: Annotated[str, cache(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu"
     block_tokens: Annotated[int, cache(min=4, help="Tokens per cache block.")] = 16
     num_blocks: Annotated[int, cache(min=1, help="Number of cache blocks.")] = 1024
     max_batch_tokens: Annotated[int, cache(min=1, help="Tokens per step; longer prompts are chunked.")] = 512
@@ -128,7 +129,15 @@ def _serve_embedded(options: ServeOptions) -> int:
     from kvferry.cli.serve import embedded
 
     sizes = options.block_tokens, options.num_blocks, options.max_batch_tokens
-    settings = Settings(path, options.dtype, *sizes, step_cost=step_cost, layer_wise=options.layer_wise)
+    settings = Settings(
+        path,
+        options.dtype,
+        *sizes,
+        step_cost=step_cost,
+        layer_wise=options.layer_wise,
+        device=options.device,
+        buffer_device=options.transfer.buffer_device,
+    )
     embedded.serve(replace(options, served_name=options.served_name or name), settings, agent, access)
     return 0
 
@@ -167,7 +176,7 @@ def _serve_vllm(context: typer.Context, options: ServeOptions) -> int:
     check_vllm()
     path, name = resolve(options.model)
     cors = ("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials")
-    for field_ in ("num_blocks", "max_batch_tokens", "heartbeat", "simulated_step", *cors):
+    for field_ in ("device", "num_blocks", "max_batch_tokens", "heartbeat", "simulated_step", *cors):
         if is_given(context, field_):
             found, hint = option_of(field_), "pass options of vllm serve after --"
             what, expected = "this option does not apply to vLLM", "the option of vLLM itself"

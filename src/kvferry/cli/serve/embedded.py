@@ -45,7 +45,7 @@ async def _serve(
     async with AsyncExitStack() as undo:
         await engine.start()
         undo.push_async_callback(engine.close)
-        transfer = AgentTransfer(config, engine.layout(), engine.memory(), engine.release)
+        transfer = AgentTransfer(config, engine.cache(), engine.release)
         await transfer.start()
         undo.push_async_callback(transfer.close)
         app = create_app(engine, transfer, _info(options, engine, transfer))

@@ -102,6 +102,8 @@ def vllm_command(options: ServeOptions, port: int) -> list[str]:
         "kv_load_failure_policy": options.failure_policy,
         "kv_connector_extra_config": {"transport": transfer.transport, "port": options.transfer_port, **extra},
     }
+    if transfer.buffer_device != "auto":
+        connector["kv_buffer_device"] = transfer.buffer_device
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
     command += ["--host", options.host, "--port", str(port), "--served-model-name", options.served_name]
     command += ["--dtype", options.dtype, "--kv-transfer-config", json.dumps(connector)]

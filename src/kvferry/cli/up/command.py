@@ -33,6 +33,7 @@ class UpOptions:
     seed: Annotated[int, output(min=0, max=2**31 - 1, help="Seed of the draws: the same one for both answers.")] = 0
     prefill_block_tokens: Annotated[int, cache(min=4, help="Tokens per block, prefill engines.")] = 16
     decode_block_tokens: Annotated[int, cache(min=4, help="Tokens per block, decode engines.")] = 16
+    device: Annotated[str, cache(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu"
     cache_tokens: Annotated[int, cache(min=64, help="Cache size of each engine in tokens.")] = 16384
     port: Annotated[int, common(min=0, max=65535, help="Port of the router; 0 picks a free one.")] = 8000
     log_dir: Annotated[str, output(help="Folder for the logs of all processes, if not a temporary one.")] = ""
@@ -56,6 +57,10 @@ def up(context: typer.Context, options: UpOptions) -> int:
         options = replace(options, arguments=tuple(context.args))
         if options.engine == "vllm":
             check_vllm()
+            if is_given(context, "device"):
+                raise ConfigurationError(
+                    "this option does not apply to vLLM", found="--device", expected="vLLM's own choice of a device"
+                )
             options = replace(options, **left_to_vllm(context, "prefill_block_tokens", "decode_block_tokens"))
         # One question needs no port that is known, so it does not take the usual one from another.
         if options.once is not None and not is_given(context, "port"):

@@ -111,6 +111,7 @@ def _fleet_options(options: UpOptions, path: str, name: str) -> FleetOptions:
         arguments += [option_of(option), value] if value != "auto" else []
     # Left to itself, vLLM makes bfloat16 of the tiny model's float32.
     arguments += ["--dtype", "float32"] if (options.engine, name) == ("vllm", TINY) else []
+    arguments += ["--device", options.device] if options.device != "cpu" else []
     arguments += ["--", *options.arguments] if options.arguments else []
     return FleetOptions(
         num_prefill=options.prefill,

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.utils import logging
 
-from kvferry import Memory
+from kvferry import Cache, Memory, SharedMemory
 from kvferry.connectors.jobs import Event, GroupSize, Job, Settings, Stopped
 from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.connectors.step_cost import NO_COST
@@ -22,6 +22,7 @@ from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, ow
 from kvferry.connectors.transformers.sampler import BatchSampler
 from kvferry.connectors.transformers.scheduler import Command, Desk, DeskRouter, FerryScheduler
 from kvferry.connectors.transformers.simulated_step_time import Pace
+from kvferry.devices import CacheDevice, cache_device
 from kvferry.errors import ConfigurationError
 from kvferry.layout import Layout
 
@@ -32,7 +33,8 @@ MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 class Core:
-    """A loaded model, its cache in memory that other processes can map, and the thread that runs it.
+    """A loaded model, its cache, and the thread that runs it. In the host, the cache lies in memory that other
+    processes can map.
 
     `emit` is called in the engine's thread for everything that happens. Raises ConfigurationError when the model
     cannot be loaded or the cache cannot be made.
@@ -40,8 +42,9 @@ class Core:
 
     def __init__(self, settings: Settings, emit: Callable[[Event], None]) -> None:
         _check(settings)
+        self._on = _device(settings)
         torch.set_num_threads(settings.num_threads)
-        self._model, self.tokenizer = _load(settings)
+        self._model, self.tokenizer = _load(settings, self._on.device)
         self._desk = Desk(emit, pace=Pace(settings.step_cost))
         self._manager = _manager(self._model, settings, self._desk)
         processor = self._manager.batch_processor
@@ -49,7 +52,11 @@ class Core:
         if settings.step_cost != NO_COST:
             processor._generation_step = partial(self._desk.pace.step, processor._generation_step)
         self._cache = processor.cache
-        self._shared = share_pool(self._cache)
+        self._memory = Memory(self._cache.cache_tensor.data_ptr(), self._cache.cache_tensor.numel(), -1)
+        self._shared: SharedMemory | None = None
+        if self._on.device.type == "cpu":
+            self._shared = share_pool(self._cache)
+            self._memory = self._shared.memory
         if settings.layer_wise:
             self._tell_layers()
 
@@ -63,7 +70,8 @@ class Core:
         """End the thread, wait for it and let go of the shared memory. Blocks; safe to call twice."""
         if self._manager.is_running():
             self._manager.stop(block=True, timeout=STOP_WITHIN_S, hard_stop=True)
-        self._shared.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def allocate(self, request_id: str, num_tokens: int) -> None:
         """Give a new request blocks for `num_tokens` tokens; answered by `Allocated`."""
@@ -126,11 +134,16 @@ class Core:
 
     def memory(self) -> Memory:
         """The cache's memory. It stays mapped as long as this object lives."""
-        return self._shared.memory
+        return self._memory
 
     def layout(self) -> Layout:
         """Where every element of the cache lies. Raises LayoutError when upstream's views contradict themselves."""
-        return layout_of(self._allocators(), self._shared.memory)
+        return layout_of(self._allocators(), self._memory, self._on.device)
+
+    def cache(self) -> Cache:
+        """How an agent gets at the cache. Between two steps, and when it says that one has ended, upstream has waited
+        for the device (`ContinuousBatchingIOs.retrieve_device_outputs`): nothing here has to."""
+        return self._on.cache((self.layout(),), (self._memory,))
 
     def _tell_layers(self) -> None:
         """Hear of every layer that has ended, and so has its part of the cache."""
@@ -163,16 +176,43 @@ def _check(settings: Settings) -> None:
         )
     if min(settings.num_blocks, settings.max_batch_tokens, settings.num_threads) < 1:
         raise ConfigurationError("num_blocks, max_batch_tokens and num_threads must be positive", found=str(settings))
+    if settings.layer_wise and settings.device != "cpu":
+        raise ConfigurationError(
+            "layers cannot be sent one by one from this device",
+            found=f"layer-wise, and device {settings.device!r}",
+            expected="device 'cpu'",
+            hint="without --layer-wise, what a step has computed is sent when the step ends",
+        )
     dtype = getattr(torch, settings.dtype, None)
     if settings.dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigurationError("unknown dtype", found=settings.dtype, expected="auto, float32, bfloat16 or float16")
 
 
-def _load(settings: Settings) -> tuple[Any, Any]:
+def _device(settings: Settings) -> CacheDevice:
+    """Raises ConfigurationError for a device that torch does not know, does not have, or nothing here serves."""
+    try:
+        device = torch.device(settings.device)
+        is_here = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            "unknown device", found=settings.device, expected="cpu, cuda or cuda:N", hint=_first_sentence(str(error))
+        ) from None
+    if not is_here:
+        raise ConfigurationError(
+            "this device is not here",
+            found=f"{settings.device}, and {torch.cuda.device_count()} CUDA devices",
+            expected="a device that torch has",
+            hint="a build of torch for it and its driver; `kvferry doctor` lists devices",
+        )
+    return cache_device(device, device.type if settings.buffer_device == "auto" else settings.buffer_device)
+
+
+def _load(settings: Settings, device: torch.device) -> tuple[Any, Any]:
     """The model and its tokenizer. Upstream's complaints are long and end in advice of its own: one line is kept."""
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype, attn_implementation="sdpa")
+        model = model.to(device)
         return model.eval(), AutoTokenizer.from_pretrained(settings.model)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The pool of blocks that all cache groups share: moved into shared memory, and described."""
+"""The pool of blocks that all cache groups share: moved into shared memory where it lies in the host, and described."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def ring_tokens(allocator: Any) -> int:
     return int(getattr(allocator, "sliding_window", 0))
 
 
-def layout_of(allocators: list[Any], memory: Memory) -> Layout:
+def layout_of(allocators: list[Any], memory: Memory, device: torch.device) -> Layout:
     """Where every element of the cache lies, states in the order in which their layers compute them. Raises LayoutError
     when upstream's views contradict themselves."""
+    kind = "dram" if device.type == "cpu" else "vram"
     states = {number: found for allocator in allocators for number, found in _states(allocator).items()}
     return Layout(
         states=tuple(state for number in sorted(states) for state in states[number]),
-        regions=(Region(memory.address, memory.size_bytes, "dram", 0),),
+        regions=(Region(memory.address, memory.size_bytes, kind, device.index or 0),),
         groups=tuple(_group(allocator, memory.size_bytes) for allocator in allocators),
         placements=tuple(p for allocator in allocators for p in _placements(allocator, memory.address)),
     )

@@ -108,7 +108,8 @@ class BatchSampler:
         states = [future.state for future in self._batch.requests_in_batch if future.has_new_token]
         for row, state in enumerate(states):
             if state.sampler is not None:
-                output_ids[0, row] = self._token(state, scores[0, row : row + 1])
+                # In the host: a seed draws the same there whatever the device.
+                output_ids[0, row] = self._token(state, scores[0, row : row + 1].cpu())
 
     def _token(self, state: SampledState, logits: torch.Tensor) -> int:
         sampler = state.sampler

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from kvferry import Memory
+from kvferry import Cache, Memory
 from kvferry.connectors.jobs import BlockTables, Event, Freed, Job, Produced, Settings, Stopped
 from kvferry.connectors.transformers import Core
 from kvferry.embedded.engine.admission import Admission, BlockUsage, blocks_for, longest, quotas
@@ -58,6 +58,10 @@ class Engine:
     def memory(self) -> Memory:
         """The cache's memory, shared by descriptor. It must not be used after `close`."""
         return self._core.memory()
+
+    def cache(self) -> Cache:
+        """How an agent gets at the cache."""
+        return self._core.cache()
 
     def block_usage(self) -> BlockUsage:
         """The blocks in use: none are granted, allocated, awaited or held while the engine has no request."""

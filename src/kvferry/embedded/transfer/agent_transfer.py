@@ -19,7 +19,6 @@ from kvferry import (
     LeaseEnded,
     LeaseProgress,
     LeaseRequest,
-    Memory,
     PeerReport,
     Prompt,
     TokenRange,
@@ -29,7 +28,6 @@ from kvferry.connectors.jobs import BlockTables
 from kvferry.embedded.engine.records import Grown
 from kvferry.errors import TransferError
 from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, to_params
-from kvferry.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +53,11 @@ class AgentTransfer:
     Lives on one event loop, from `start` to `close`. Raises ConfigurationError when the agent cannot be set up.
     """
 
-    def __init__(self, config: AgentConfig, layout: Layout, memory: Memory, release: Callable[[str], None]) -> None:
+    def __init__(self, config: AgentConfig, cache: Cache, release: Callable[[str], None]) -> None:
         self._reach = Reach.ANY_HOST if config.token else Reach.THIS_HOST
-        self._agent = AsyncAgent(config, Cache((layout,), (memory,)), self._on_released)
+        self._agent = AsyncAgent(config, cache, self._on_released)
         # Nothing of every group.
-        self._nowhere: BlockTables = ((),) * len(layout.groups)
+        self._nowhere: BlockTables = ((),) * len(cache.layouts[0].groups)
         self._release = release
         # The lease of each offered request: only who knows its id may end it.
         self._lease_ids: dict[str, str] = {}
