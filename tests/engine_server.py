@@ -15,13 +15,25 @@ import urllib.request
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-__all__ = ["EngineServer", "StartError", "hold_ports", "is_installed"]
+__all__ = ["VLLM_ON_CPU", "EngineServer", "StartError", "hold_ports", "is_installed"]
 
 START_S = 300.0
 STOP_S = 20.0
 POLL_S = 0.25
 FIRST_PORT, LAST_PORT = 20_000, 30_000
 MOST_WORDS = 20
+# One OpenMP thread that is bound to no core: several servers share two cores without stalling each other.
+VLLM_ON_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def is_installed(engine: str) -> bool:

@@ -2,6 +2,9 @@
 
 The keys are vLLM's, so that existing proxies and routers pass them on unmodified; ours are under `kvferry`. They come
 back from a client, so nothing in them is believed: they are checked here, and the source's record of the lease decides.
+
+Where nothing can travel, since both engines get the request at once, a client names it to both by a **room**, a number
+that it has drawn, and to the target by the address of the source as well. SGLang's clients do.
 """
 
 from __future__ import annotations
@@ -16,17 +19,24 @@ from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
-from kvferry.errors import TransferError
+from kvferry.errors import RequestError, TransferError
+from kvferry.session.commands import RemoteEngine
 from kvferry.wire.messages import Reason, Reference
 
-__all__ = ["Reach", "RemoteCache", "early_params", "from_params", "to_params", "wants_early"]
+__all__ = [
+    *("Reach", "RemoteCache"),
+    *("early_params", "from_params", "room_names", "room_of", "room_params", "to_params", "wants_early"),
+]
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(max_length=64)]
 # Numbers only: looking up a name that a client has chosen would let it ask any name server and wait for the answer.
 ADDRESS = re.compile(r"tcp://(?:\[([0-9a-f:]{2,39})\]|([0-9.]{7,15})):([1-9][0-9]{0,4})", re.ASCII)
 MAX_RANKS = 64
+MAX_ROOM = (1 << 63) - 1
+"""Rooms are SGLang's `bootstrap_room`."""
 
 
 class Reach(StrEnum):
@@ -38,10 +48,24 @@ class Reach(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RemoteCache:
-    """Where a request's cache is said to be: its reference and the control address of every source rank."""
+    """Where a request's cache is said to be: its reference and the control address of every source rank.
+
+    Of a room only the address of the first rank is known: the reference names no engine until it is `at` the one that
+    `Agent.locate` has found there.
+    """
 
     reference: Reference
     addresses: tuple[str, ...]
+
+    @property
+    def is_located(self) -> bool:
+        """Whether it is known which engine has it."""
+        return bool(self.reference.engine_id)
+
+    def at(self, engine: RemoteEngine) -> RemoteCache:
+        """The same cache, at the engine that listens at its address."""
+        reference = replace(self.reference, engine_id=engine.engine_id, epoch=engine.epoch)
+        return RemoteCache(reference, engine.addresses)
 
 
 class _Ours(msgspec.Struct, frozen=True):
@@ -55,6 +79,41 @@ class _Params(msgspec.Struct, frozen=True):
     remote_engine_id: Name
     remote_request_id: Name
     kvferry: _Ours
+
+
+class _InRoom(msgspec.Struct, frozen=True):
+    room: Annotated[int, Meta(ge=0, le=MAX_ROOM)]
+
+
+class _RoomParams(msgspec.Struct, frozen=True):
+    do_remote_prefill: bool
+    remote_host: Annotated[str, Meta(max_length=39)]
+    remote_port: Annotated[int, Meta(ge=1, le=65_535)]
+    kvferry: _InRoom
+
+
+def room_names(room: int) -> tuple[str, str]:
+    """What agents call the request of a room, and its lease. A room opens nothing: whoever reads names the prompt."""
+    return f"room-{room}", f"sglang-room-{room}"
+
+
+def room_of(params: Mapping[str, object]) -> int | None:
+    """The room of a prefill request, `{"kvferry": {"room": 5}}`; None without one. Raises RequestError."""
+    if not _names_room(params):
+        return None
+    try:
+        return msgspec.convert(params.get("kvferry"), _InRoom).room
+    except msgspec.ValidationError as error:
+        expected = f"an integer from 0 to {MAX_ROOM}"
+        what = "kvferry.room in kv_transfer_params is invalid"
+        raise RequestError(what, found=str(error), expected=expected) from error
+
+
+def room_params(room: int, host: str, port: int) -> dict[str, object]:
+    """The parameters of a decode request whose prompt is computed in a room, by the engine whose rank 0 listens for
+    agents at `host:port`; as JSON-ready values. `host` is an IP."""
+    place = {"remote_host": host, "remote_port": port}
+    return {"do_remote_prefill": True, "do_remote_decode": False, **place, "kvferry": {"room": room}}
 
 
 def wants_early(params: Mapping[str, object]) -> bool:
@@ -95,19 +154,36 @@ def early_params(reference: Reference, addresses: Sequence[str]) -> dict[str, ob
 def from_params(params: object, reach: Reach = Reach.THIS_HOST) -> RemoteCache:
     """Read parameters that a client sent. Raises TransferError (`malformed`) for anything that is not as expected."""
     try:
-        read = msgspec.convert(params, _Params)
-        ours = read.kvferry
-        _check_text(read.remote_engine_id, read.remote_request_id, ours.epoch, ours.lease_id)
-        _check_addresses(ours.addresses, reach)
+        return _in_room(params, reach) if _names_room(params) else _referred(params, reach)
     except (msgspec.ValidationError, ValueError) as error:
         raise TransferError(
             Reason.MALFORMED,
             "kv_transfer_params cannot be read",
             found=_printable(str(error)),
-            expected="the kv_transfer_params of a prefill's response, unchanged",
+            expected="the kv_transfer_params of a prefill's response, unchanged, or a room and its engine's address",
         ) from error
+
+
+def _referred(params: object, reach: Reach) -> RemoteCache:
+    read = msgspec.convert(params, _Params)
+    ours = read.kvferry
+    _check_text(read.remote_engine_id, read.remote_request_id, ours.epoch, ours.lease_id)
+    _check_addresses(ours.addresses, reach)
     reference = Reference(read.remote_engine_id, ours.epoch, read.remote_request_id, ours.lease_id)
     return RemoteCache(reference, ours.addresses)
+
+
+def _names_room(params: object) -> bool:
+    ours = params.get("kvferry") if isinstance(params, Mapping) else None
+    return isinstance(ours, Mapping) and "room" in ours
+
+
+def _in_room(params: object, reach: Reach) -> RemoteCache:
+    read = msgspec.convert(params, _RoomParams)
+    host = f"[{read.remote_host}]" if ":" in read.remote_host else read.remote_host
+    addresses = (f"tcp://{host}:{read.remote_port}",)
+    _check_addresses(addresses, reach)
+    return RemoteCache(Reference("", "", *room_names(read.kvferry.room)), addresses)
 
 
 def _check_text(*names: str) -> None:

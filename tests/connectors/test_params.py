@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from kvferry.errors import TransferError
-from kvferry.kv_transfer_params import from_params, to_params
+from kvferry import RemoteEngine
+from kvferry.errors import RequestError, TransferError
+from kvferry.kv_transfer_params import Reach, from_params, room_names, room_of, room_params, to_params
 from kvferry.wire.messages import Reference
 
 REFERENCE = Reference("p0", "e1", "r1", "l1")
@@ -65,3 +66,54 @@ def test_what_a_client_made_up_is_a_typed_error(hostile):
     with pytest.raises(TransferError, match="kv_transfer_params cannot be read") as caught:
         from_params(hostile)
     assert caught.value.reason == "malformed"
+
+
+ROOM = (1 << 63) - 1
+
+
+def test_a_room_is_known_by_where_its_engine_listens_until_that_is_found():
+    remote = from_params(json.loads(json.dumps(room_params(ROOM, "127.0.0.1", 8998))))
+    assert not remote.is_located
+    assert remote.addresses == ("tcp://127.0.0.1:8998",)
+    ranks = ("tcp://127.0.0.1:8998", "tcp://127.0.0.1:9001")
+    found = remote.at(RemoteEngine("p0", "e1", ranks))
+    assert found.is_located
+    assert (found.reference, found.addresses) == (Reference("p0", "e1", *room_names(ROOM)), ranks)
+
+
+def test_a_room_may_be_at_an_ipv6_address_of_another_host():
+    remote = from_params(room_params(0, "fd00::5", 8998), Reach.ANY_HOST)
+    assert remote.addresses == ("tcp://[fd00::5]:8998",)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        room_params(-1, "127.0.0.1", 8998),
+        room_params(1 << 63, "127.0.0.1", 8998),
+        room_params(5, "10.0.0.5", 8998),
+        room_params(5, "localhost", 8998),
+        room_params(5, "127.0.0.1", 0),
+        room_params(5, "127.0.0.1:80/", 8998),
+        room_params(5, "127.0.0.1", 8998) | {"remote_port": "8998"},
+        room_params(5, "127.0.0.1", 8998) | {"remote_host": None},
+        *(room_params(5, "127.0.0.1", 8998) | {"kvferry": {"room": room}} for room in (None, True, "5", 5.5, [5])),
+    ],
+)
+def test_a_room_that_nobody_can_be_asked_for_is_malformed(hostile):
+    with pytest.raises(TransferError, match="cannot be read") as caught:
+        from_params(hostile)
+    assert caught.value.reason == "malformed"
+
+
+@pytest.mark.parametrize(
+    ("ours", "room"), [({"room": 0}, 0), ({"room": ROOM}, ROOM), ({}, None), (None, None), (5, None)]
+)
+def test_a_prefill_says_its_room(ours, room):
+    assert room_of({"do_remote_decode": True, "kvferry": ours}) == room
+
+
+@pytest.mark.parametrize("room", [-1, 1 << 63, "5", 5.5, None, True, [5]])
+def test_a_prefill_in_no_room_that_there_is_is_refused(room):
+    with pytest.raises(RequestError, match="room in kv_transfer_params is invalid"):
+        room_of({"do_remote_decode": True, "kvferry": {"room": room}})

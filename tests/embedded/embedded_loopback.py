@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry import FetchReport, PeerReport
+from kvferry import FetchReport, FirstToken, PeerReport
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.engine.records import Grown
 from kvferry.embedded.transfer.agent_transfer import ReceivedCache
@@ -63,21 +63,26 @@ class Loopback:
     aborted: list[str] = field(default_factory=list)
     forgone: list[str] = field(default_factory=list)
     peers: tuple[PeerReport, ...] = ()
+    first_tokens: list[FirstToken | None] = field(default_factory=list)
     _fencing: asyncio.Task[None] | None = None
 
     @property
     def failure(self) -> str:
         return ""
 
-    async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
+    async def offer(
+        self, request_id: str, block_tables: list[list[int]], prompt: Prompt, first: FirstToken | None = None
+    ) -> dict[str, object]:
         self.offers.tables[request_id] = block_tables
+        self.first_tokens.append(first)
         return {"do_remote_prefill": True, "remote_request_id": request_id}
 
-    async def promise(self, request_id: str, prompt: Prompt) -> dict[str, object]:
+    async def promise(self, request_id: str, prompt: Prompt, room: int | None = None) -> dict[str, object]:
         self.offers.promised[request_id] = Promise(prompt.num_tokens)
         return {"do_remote_prefill": True, "remote_request_id": request_id}
 
-    def grow(self, request_id: str, grown: Grown) -> None:
+    def grow(self, request_id: str, grown: Grown, first: FirstToken | None = None) -> None:
+        self.first_tokens += [] if first is None else [first]
         promise = self.offers.promised[request_id]
         promise.told.append(grown.num_tokens)
         if grown.num_tokens == promise.num_tokens:

@@ -8,7 +8,8 @@ from kvferry import AgentConfig, Cache
 from kvferry.embedded.engine.records import Grown
 from kvferry.embedded.transfer.agent_report import AgentCollector
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
-from kvferry.errors import TransferError
+from kvferry.errors import RequestError, TransferError
+from kvferry.kv_transfer_params import room_names, room_params
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.prompt import Prompt
@@ -16,10 +17,12 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Fetched, FetchFailed, FetchReport
 from kvferry.session.timeouts import Timing
 from kvferry.transport.shm.shared_memory import allocate_shared
+from kvferry.wire.messages import FirstToken
 
 MODEL = attention(num_layers=1, num_heads=2, head_dim=4, dtype="float32", item_bytes=4)
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=8, format="block-major")
 DEADLINE_S = 30.0
+FIRST = FirstToken(17, -0.5, ((17, -0.5),))
 
 
 def prompt(num_tokens):
@@ -368,5 +371,95 @@ def test_a_dead_agent_promises_nothing_and_gives_back_what_it_had():
         source.transfer.grow("r1", Grown(7, ((1, 3),)))
         with pytest.raises(TransferError, match="has stopped"):
             await source.transfer.promise("r2", prompt(7))
+
+    with_two_sides(scenario)
+
+
+ROOM = 5
+
+
+def in_room(source):
+    host, _, port = source.transfer.agent.address.removeprefix("tcp://").rpartition(":")
+    return room_params(ROOM, host, int(port))
+
+
+async def promise_in_room(source, wanted):
+    await source.transfer.promise(room_names(ROOM)[0], wanted, ROOM)
+    source.transfer.grow(room_names(ROOM)[0], Grown(wanted.num_tokens, ((1, 3),)), FIRST)
+
+
+@pytest.mark.parametrize(("num_tokens", "first"), [(7, FIRST), (6, None)])
+def test_a_room_is_fetched_from_whoever_listens_there(num_tokens, first):
+    """Who wants all tokens hears which one follows. The claim may come before the promise."""
+
+    async def scenario(source, target):
+        wanted = prompt(num_tokens)
+        fetching = asyncio.create_task(target.transfer.fetch("q1", in_room(source), ((0, 5),), wanted))
+        await promise_in_room(source, prompt(7))
+        received = await fetching
+        assert (received.peer, received.report.tokens) == ("p0", num_tokens)
+        assert received.report.first_token == first
+        assert await source.freed() == room_names(ROOM)[0]
+        # The next request in it is another one.
+        await promise_in_room(source, prompt(4))
+        assert (await target.transfer.fetch("q2", in_room(source), ((0,),), prompt(4))).report.tokens == 4
+
+    with_two_sides(scenario)
+
+
+def test_a_room_with_another_prompt_is_refused():
+    async def scenario(source, target):
+        await promise_in_room(source, Prompt.of([7, 101, 102, 103]))
+        with pytest.raises(TransferError, match="the cache of another prompt") as caught:
+            await target.transfer.fetch("q1", in_room(source), ((0,),), prompt(3))
+        assert caught.value.reason == "wrong_prompt"
+        assert await target.freed() == "q1"
+
+    with_two_sides(scenario)
+
+
+def test_a_room_is_for_one_request_at_a_time():
+    async def scenario(source, target):
+        await promise_in_room(source, prompt(7))
+        with pytest.raises(RequestError, match="has a lease already"):
+            await promise_in_room(source, prompt(4))
+
+    with_two_sides(scenario)
+
+
+def test_a_caller_that_goes_away_while_a_room_is_looked_up_frees_its_blocks():
+    async def scenario(source, target):
+        params = in_room(source)
+        await source.transfer.close()
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
+        await asyncio.sleep(0)
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+        assert await target.freed() == "q1"
+
+    with_two_sides(scenario)
+
+
+def test_a_room_where_nobody_listens_is_an_error():
+    async def scenario(source, target):
+        params = in_room(source)
+        await source.transfer.close()
+        with pytest.raises(TransferError, match="has said who it is"):
+            await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
+        assert await target.freed() == "q1"
+
+    with_two_sides(scenario)
+
+
+def test_a_room_that_is_forgone_or_withdrawn_is_free_at_the_source():
+    async def scenario(source, target):
+        for end in (
+            lambda params: target.transfer.decline("never", params),
+            lambda params: source.transfer.withdraw(params),
+        ):
+            await promise_in_room(source, prompt(7))
+            end(in_room(source))
+            assert await source.freed() == room_names(ROOM)[0]
 
     with_two_sides(scenario)

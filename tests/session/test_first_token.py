@@ -16,7 +16,7 @@ from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 FIRST = m.FirstToken(17, -0.5, ((17, -0.5), (3, -1.5)))
-CLAIM, LANDED = m.Claim(US, "c1", REFERENCE, 6, (0,)), m.Landed(US, "c1", "l1")
+CLAIM, LANDED = m.Claim(US, "c1", REFERENCE, 7, (0,)), m.Landed(US, "c1", "l1")
 GRANT = Reply("x", m.Grant("c1", ((3, 5),)))
 VALID = [Reply("x", m.Valid("c1", (), FIRST)), LeaseEnded("r1", "done")]
 
@@ -42,6 +42,13 @@ def test_a_growing_prompt_has_it_with_its_last_tokens(source):
             (4, said(LANDED), VALID),
         ],
     )
+
+
+def test_a_reader_of_fewer_tokens_is_told_none(source):
+    """Another one may follow the tokens that it has asked for."""
+    play(source, [(0, LeaseRequest("r1", "l1", ((3, 5),), 7, first_token=FIRST), [])])
+    play(source, [(1, said(m.Claim(US, "c1", REFERENCE, 6, (0,))), [GRANT])])
+    play(source, [(2, said(LANDED), [Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")])])
 
 
 @pytest.mark.parametrize("first", [FIRST, None])

@@ -1,4 +1,4 @@
-"""Prompts for a pair of SGLang servers, as its own router sends them: to both at once, with a room that names both."""
+"""Prompts for two servers, one of them SGLang's at least: both get one at once, with a room, as of its own router."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from other_engines import Other
 from sglang_servers import Pair, SGLangServer
 from tiny_models import VOCAB_SIZE, model_folder
+
+from kvferry.kv_transfer_params import room_params
 
 NUM_NEW_TOKENS = 16
 ANSWER_S = 120
@@ -70,16 +73,56 @@ def post(server: SGLangServer, prompt: Prompt, room: int, port: int, within_s: f
         "bootstrap_room": room,
         **more,
     }
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers)
+    answer = _post(f"{server.url}/generate", body, within_s)
+    return Answer([], answer, {}) if isinstance(answer, str) else Answer(answer["output_ids"], "", answer["meta_info"])
+
+
+def _post(url: str, body: dict[str, Any], within_s: float) -> Any:
+    """The decoded answer; the text of an error."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=within_s) as response:
-            answer = json.load(response)
+            return json.load(response)
     except urllib.error.HTTPError as error:
-        return Answer([], error.read().decode(), {})
+        return error.read().decode()
     except OSError as error:
-        return Answer([], repr(error), {})
-    return Answer(answer["output_ids"], "", answer["meta_info"])
+        return repr(error)
+
+
+def post_to_other(other: Other, prompt: Prompt, num_tokens: int, params: dict[str, Any], **more: Any) -> Answer:
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "kv_transfer_params": params,
+        **more,
+    }
+    answer = _post(f"{other.url}/v1/completions", body, ANSWER_S)
+    return Answer([], answer, {}) if isinstance(answer, str) else Answer(answer["choices"][0]["token_ids"], "", answer)
+
+
+def from_other(other: Other, decode: SGLangServer, prompt: Prompt, for_prefill: Prompt | None = None) -> Answer:
+    """What SGLang says to a prompt that another engine has computed, or to one whose room has another's cache."""
+    room = random.getrandbits(62)
+    params = {"do_remote_decode": True, "kvferry": {"room": room}}
+    with ThreadPoolExecutor(1) as pool:
+        prefill = pool.submit(post_to_other, other, for_prefill or prompt, 1, params)
+        answer = post(decode, prompt, room, other.transfer_port)
+        assert prefill.result().error == ""
+    return answer
+
+
+def to_other(prefill: SGLangServer, other: Other, prompt: Prompt, for_prefill: Prompt | None = None) -> Answer:
+    """What another engine says to a prompt that SGLang has computed, or to one whose room has another's cache."""
+    room, port = random.getrandbits(62), prefill.bootstrap_port
+    with ThreadPoolExecutor(1) as pool:
+        computed = pool.submit(post, prefill, for_prefill or prompt, room, port)
+        answer = post_to_other(other, prompt, NUM_NEW_TOKENS, room_params(room, "127.0.0.1", port))
+        assert bool(computed.result().error) == bool(for_prefill)
+    return answer
 
 
 def ask(pair: Pair, prompt: Prompt, for_prefill: Prompt | None = None, **more: Any) -> tuple[Answer, Answer]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from engine_server import is_installed
+from other_engines import Other, OtherSpec
 from sglang_servers import STAND_INS, Pair, PairSpec
 
 FOLDER = Path(__file__).parent
@@ -29,24 +30,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Running:
-    """The one pair that runs: a machine of two cores has room for no second."""
+    """The one pair that runs, and at most one other engine: a machine of two cores has room for no more."""
 
     def __init__(self, logs: pytest.TempPathFactory) -> None:
         self._logs = logs
         self._pair: Pair | None = None
+        self._other: Other | None = None
 
     def pair(self, spec: PairSpec) -> Pair:
         if self._pair is None or self._pair.spec != spec or not all(s.healthy() for s in self._pair.servers):
-            self.stop()
+            self._stop_pair()
             pair = Pair(spec, self._logs.mktemp(str(spec), numbered=True))
             pair.start()
             self._pair = pair
         return self._pair
 
+    def other(self, spec: OtherSpec) -> Other:
+        if self._other is None or self._other.spec != spec or not self._other.healthy():
+            self._stop_other()
+            self._other = Other(spec, self._logs.mktemp(str(spec), numbered=True) / "server.log")
+            self._other.start()
+            self._other.wait_until_ready()
+        return self._other
+
     def stop(self) -> None:
+        self._stop_other()
+        self._stop_pair()
+
+    def _stop_pair(self) -> None:
         if self._pair is not None:
             self._pair.stop()
             self._pair = None
+
+    def _stop_other(self) -> None:
+        if self._other is not None:
+            self._other.stop()
+            self._other = None
 
 
 @pytest.fixture(scope="session")
@@ -60,3 +79,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def pair(running: Running, spec: PairSpec) -> Pair:
     """The two servers of the test's `spec`, both ready; the same ones for every test with an equal `spec`."""
     return running.pair(spec)
+
+
+@pytest.fixture
+def other(running: Running, other_spec: OtherSpec) -> Other:
+    """A server of the test's `other_spec`, ready."""
+    if other_spec.problem:
+        pytest.skip(other_spec.problem)
+    return running.other(other_spec)

@@ -374,6 +374,13 @@ class TestReceiver:
         with pytest.raises(TransferError, match="which token follows the prompt"):
             receiver.failure_exception()
 
+    @pytest.mark.parametrize(("first", "state"), [(FIRST, "Failed"), (FirstToken(17, -0.5), "Success")])
+    def test_logprobs_that_are_asked_for_have_to_come(self, sglang, new_receiver, rank, first, state):
+        receiver = started(lambda: new_receiver(request(return_logprob=True)), rank)
+        report = FetchReport(40, 1, 1, "shm", "", "direct", first_token=first)
+        rank.fetches[0].report, rank.fetches[0].is_over = report, True
+        assert receiver.poll() == getattr(sglang.poll, state)
+
 
 def started(new_receiver, rank):
     """A receiver whose fetch is under way."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_server import POLL_S, START_S, EngineServer, StartError, hold_ports
+from engine_server import POLL_S, START_S, VLLM_ON_CPU, EngineServer, StartError, hold_ports
 from tiny_models import MODELS, model_folder
 
 __all__ = ["PLAIN", "Pair", "PairSpec", "Server", "ServerSpec", "StartError"]
@@ -23,17 +23,8 @@ MIDDLEWARE = (
     *("--worker-extension-cls", "kvferry.connectors.vllm.extension.Extension"),
 )
 CACHE_BYTES = 128 << 20
-# One OpenMP thread that is bound to no core: several servers share two cores without stalling each other.
 ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
+    **VLLM_ON_CPU,
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     # For /reset_prefix_cache.
     "VLLM_SERVER_DEV_MODE": "1",

@@ -44,7 +44,7 @@ class LeaseRequest:
     With `is_growing` it computes the request still, and will have `num_tokens` tokens: `LeaseProgress` says how many of
     them are there.
     Claims for another `prompt` are refused, and all claims if it `is_unnamed`. `first_token` is what the engine has
-    sampled after the prompt; readers that compute no token of it need that.
+    sampled after these tokens; readers that compute none of them need that.
     """
 
     request_id: str

@@ -264,7 +264,8 @@ class Valid(Struct, frozen=True, tag="valid", forbid_unknown_fields=True):
     """The lease was live during the whole transfer: the bytes are the request's own.
 
     `digests` has a value per state of the claim's subject, in its order. Where the source writes all, it knows itself
-    when that is over, and says this when its last ticket has ended, unasked. `first_token` is there once it is known.
+    when that is over, and says this when its last ticket has ended, unasked. `first_token` is there for a claim of all
+    tokens, if the source has sampled what follows them.
     """
 
     claim_id: Name

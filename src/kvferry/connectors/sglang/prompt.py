@@ -21,5 +21,5 @@ def prompt_of(request: Any) -> Prompt:
     if what:
         hint = "send the request to an engine that is not divided"
         raise TransferError(Reason.UNNAMED_PROMPT, what, hint=hint)
-    kinds = (("extra_key", request.extra_key), ("cache_salt", request.cache_salt))
+    kinds = (("extra_key", request.extra_key), ("salt", request.cache_salt))
     return Prompt.of(request.origin_input_ids, [PromptInput(kind, value) for kind, value in kinds if value])

@@ -49,6 +49,7 @@ from kvferry.connectors.sglang.prefill_engines import PrefillEngines
 from kvferry.connectors.sglang.settings import Settings
 from kvferry.connectors.timing import timing_of
 from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.kv_transfer_params import room_names
 from kvferry.layout import Layout
 from kvferry.options import digest_policy_named, direction_named, may_switch_direction, staging_named
 
@@ -103,11 +104,7 @@ class Ranks:
 def reference_of(room: int, engine: RemoteEngine) -> Reference:
     """What a room is called between agents. A room is a name that a client has chosen: what protects a cache from other
     prompts is the name of its prompt (docs/sglang.md)."""
-    return Reference(engine.engine_id, engine.epoch, *_names(room))
-
-
-def _names(room: int) -> tuple[str, str]:
-    return f"room-{room}", f"sglang-room-{room}"
+    return Reference(engine.engine_id, engine.epoch, *room_names(room))
 
 
 class Rank:
@@ -154,7 +151,7 @@ class Rank:
 
     def promise(self, room: int, prompt: Prompt) -> Leased:
         """Lease a prompt that is about to be computed. Raises RequestError for a room that is in use."""
-        request_id, lease_id = _names(room)
+        request_id, lease_id = room_names(room)
         with self._lock:
             self._check_running()
             if request_id in self._leases:
@@ -171,11 +168,11 @@ class Rank:
 
     def grow(self, room: int, pages: tuple[int, ...], num_tokens: int, first: FirstToken | None = None) -> None:
         """So many tokens of a promised prompt are computed, in these pages."""
-        self.agent.grow(LeaseProgress(_names(room)[0], (pages,), num_tokens, first_token=first))
+        self.agent.grow(LeaseProgress(room_names(room)[0], (pages,), num_tokens, first_token=first))
 
     def withdraw(self, room: int) -> None:
         """Nobody may read this prompt's pages from now on."""
-        self.agent.withdraw(_names(room)[0])
+        self.agent.withdraw(room_names(room)[0])
 
     # --- decode ---
 

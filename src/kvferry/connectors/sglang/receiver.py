@@ -52,8 +52,10 @@ class FerryReceiver(BaseKVReceiver):
         self._fetching: Fetching | None = None
         self._prompt = Prompt()
         self._error: FerryError | None = None
+        self._wants_logprob = False
         try:
-            self._prompt = prompt_of(request_being_made())
+            request = request_being_made()
+            self._prompt, self._wants_logprob = prompt_of(request), request.return_logprob
             mgr.register(self._room, self)
         except FerryError as error:
             self._error = error
@@ -167,6 +169,11 @@ class FerryReceiver(BaseKVReceiver):
         if first is None or self._destination is None:
             what = "the prefill engine has not said which token follows the prompt"
             hint = "SGLang computes nothing of a prompt on its decode side: prefill with an engine that says it"
+            self._error = TransferError(Reason.OUT_OF_RANGE, what, hint=hint)
+            return
+        if self._wants_logprob and first.logprob is None:
+            what = "the prefill engine has not said how likely the first token is"
+            hint = "ask it for logprobs too, or leave them out: vLLM does not say it"
             self._error = TransferError(Reason.OUT_OF_RANGE, what, hint=hint)
             return
         try:

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvferry import NOT_AHEAD, Ahead
+from kvferry import NOT_AHEAD, Ahead, FirstToken
 from kvferry.connectors.jobs import Allocated, BlockTables, Held, Produced, Progressed, Scored, Unanswerable
 from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.errors import FerryError, RequestError
@@ -39,6 +39,13 @@ class Token:
     finish_reason: str
     num_computed: int
     scored: Scored | None = None
+
+    def to_send(self) -> FirstToken:
+        """For a decode engine that computes no token of a prompt."""
+        if self.scored is None:
+            return FirstToken(self.token_id)
+        top = tuple((one.token_id, one.logprob) for one in self.scored.top)
+        return FirstToken(self.token_id, self.scored.chosen.logprob, top)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from kvferry.embedded.request.bodies import (
 from kvferry.embedded.request.chat import ChatPrompt, chat_prompt
 from kvferry.embedded.request.support import SUPPORT, Verdict, refuse_unsupported
 from kvferry.errors import RequestError
-from kvferry.kv_transfer_params import wants_early
+from kvferry.kv_transfer_params import room_of, wants_early
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -66,12 +66,14 @@ class SamplingOverrides:
 class RequestRole:
     """Which part of a disaggregated request this is: `prefill`, `decode`, or `whole`; `params` is untrusted.
 
-    A prefill request that `is_early` gives its reference before it has computed anything.
+    A prefill request that `is_early` gives its reference before it has computed anything; one in a `room` needs to give
+    none.
     """
 
     kind: str
     params: dict[str, Any]
     is_early: bool = False
+    room: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,11 @@ def _role(params: dict[str, Any]) -> RequestRole:
             found="do_remote_decode and do_remote_prefill",
             expected="one of them",
         )
-    return RequestRole("prefill" if source else "decode" if target else "whole", params, source and wants_early(params))
+    room, is_early = room_of(params) if source else None, source and wants_early(params)
+    if room is not None and is_early:
+        what = "a prefill in a room needs no early reference"
+        raise RequestError(what, found="kvferry.room and kvferry.early", expected="one of them")
+    return RequestRole("prefill" if source else "decode" if target else "whole", params, is_early, room)
 
 
 def _max_new_tokens(body: CompletionBody | ChatBody) -> int:

@@ -21,6 +21,7 @@ from kvferry.embedded.serving.metrics import Metrics, Report
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.embedded.transfer.readiness import Readiness
 from kvferry.errors import PromptTooLongError, RequestError, TransferError, choice_named
+from kvferry.kv_transfer_params import room_names
 
 SEEDS = 2**63
 POLICIES = ("recompute", "fail")
@@ -122,8 +123,10 @@ class Service:
                 param="min_tokens",
             )
         own = frozenset() if ask.ignores_eos else self.engine.stop_token_ids
+        room = ask.role.room
         return Request(
-            request_id=f"{request_id}-{next(self._numbers):x}",  # a client may repeat its ids
+            # A client may repeat its ids. What decode knows is the room, which is for one request at a time.
+            request_id=f"{request_id}-{next(self._numbers):x}" if room is None else room_names(room)[0],
             prompt=prompt,
             max_new_tokens=max_new_tokens,
             stop_token_ids=own | ask.stop_token_ids,
@@ -133,7 +136,7 @@ class Service:
     async def answer(self, call: TokenizedRequest) -> AsyncGenerator[AnswerChunk, None]:
         """The pieces of an answer; closing the iterator ends the request. Raises FerryError."""
         match call.ask.role.kind:
-            case "prefill" if call.ask.role.is_early:
+            case "prefill" if call.ask.role.is_early or call.ask.role.room is not None:
                 pieces = self._prefill_early(call)
             case "prefill":
                 yield await self._prefill(call)
@@ -160,7 +163,8 @@ class Service:
             undo.callback(self.engine.release, request_id)
             undo.callback(self.transfer.abort, request_id)
             prompt = call.prompt(prefilled.num_tokens)
-            reference = await self.transfer.offer(request_id, prefilled.block_tables, prompt)
+            first = prefilled.first.to_send()
+            reference = await self.transfer.offer(request_id, prefilled.block_tables, prompt, first)
             undo.pop_all()
         return self._prefilled(call, prefilled.first, reference)
 
@@ -170,13 +174,15 @@ class Service:
         await self.engine.begin(replace(call.requests[0], max_new_tokens=1))
         with ExitStack() as undo:
             undo.callback(self.engine.release, request_id)
-            reference = await self.transfer.promise(request_id, call.prompt(len(call.requests[0].prompt)))
+            prompt = call.prompt(len(call.requests[0].prompt))
+            reference = await self.transfer.promise(request_id, prompt, call.ask.role.room)
             undo.pop_all()
         with ExitStack() as undo:
             undo.callback(self.transfer.abort, request_id)
             yield AnswerChunk("", (), "", reference=reference)
             prefilled = await self._finish(request_id)
-            self.transfer.grow(request_id, Grown(prefilled.num_tokens, prefilled.block_tables))
+            grown = Grown(prefilled.num_tokens, prefilled.block_tables)
+            self.transfer.grow(request_id, grown, prefilled.first.to_send())
             undo.pop_all()
         yield self._prefilled(call, prefilled.first, reference)
 

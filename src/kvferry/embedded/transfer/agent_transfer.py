@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvferry import (
@@ -16,6 +18,7 @@ from kvferry import (
     Cache,
     FetchReport,
     FetchRequest,
+    FirstToken,
     LeaseEnded,
     LeaseProgress,
     LeaseRequest,
@@ -27,7 +30,7 @@ from kvferry import (
 from kvferry.connectors.jobs import BlockTables
 from kvferry.embedded.engine.records import Grown
 from kvferry.errors import TransferError
-from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, to_params
+from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, room_names, to_params
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class AgentTransfer:
         # The lease of each offered request: only who knows its id may end it.
         self._lease_ids: dict[str, str] = {}
         self.leases_ended: Counter[str] = Counter()
+        self._declining: set[asyncio.Task[None]] = set()
 
     @property
     def agent(self) -> Agent:
@@ -85,26 +89,34 @@ class AgentTransfer:
         """Stop the agent; fetches that are under way end with an error."""
         await self._agent.close()
 
-    async def offer(self, request_id: str, block_tables: BlockTables, prompt: Prompt) -> dict[str, object]:
-        """Lease a computed prompt's blocks. Returns the reference that goes through the HTTP layer (plain JSON).
+    async def offer(
+        self, request_id: str, block_tables: BlockTables, prompt: Prompt, first: FirstToken | None = None
+    ) -> dict[str, object]:
+        """Lease a computed prompt's blocks; `first` is the token that follows. Returns the reference that goes through
+        the HTTP layer (plain JSON).
 
         Raises TransferError.
         """
-        return self._lease(LeaseRequest(request_id, new_lease_id(), block_tables, prompt.num_tokens, prompt=prompt))
+        lease_id, num_tokens = new_lease_id(), prompt.num_tokens
+        return self._lease(
+            LeaseRequest(request_id, lease_id, block_tables, num_tokens, prompt=prompt, first_token=first)
+        )
 
-    async def promise(self, request_id: str, prompt: Prompt) -> dict[str, object]:
+    async def promise(self, request_id: str, prompt: Prompt, room: int | None = None) -> dict[str, object]:
         """Lease a prompt's blocks before they are computed; `grow` says how far that is. Returns the reference at once.
 
         It stays promised, however long that takes, until all is computed: from then on it is an offer like any other.
-        Raises TransferError.
+        A request in a `room` has its name. Raises TransferError.
         """
-        num_tokens, lease_id = prompt.num_tokens, new_lease_id()
+        num_tokens, lease_id = prompt.num_tokens, new_lease_id() if room is None else room_names(room)[1]
         wanted = LeaseRequest(request_id, lease_id, self._nowhere, num_tokens, is_growing=True, prompt=prompt)
         return self._lease(wanted)
 
-    def grow(self, request_id: str, grown: Grown) -> None:
-        """So much of what was promised is in these blocks, and stays. Unknown ids are fine."""
-        self.agent.grow(LeaseProgress(request_id, grown.block_tables, grown.num_tokens, grown.ahead))
+    def grow(self, request_id: str, grown: Grown, first: FirstToken | None = None) -> None:
+        """So much of what was promised is in these blocks, and stays; with the last token comes the `first` that
+        follows. Unknown ids are fine."""
+        tables, num_tokens = grown.block_tables, grown.num_tokens
+        self.agent.grow(LeaseProgress(request_id, tables, num_tokens, grown.ahead, first))
 
     def _lease(self, wanted: LeaseRequest) -> dict[str, object]:
         reference = self._agent.lease(wanted)
@@ -118,13 +130,15 @@ class AgentTransfer:
         Raises TransferError, whatever is wrong with `params`, the peer or the transport. A cancelled caller aborts the
         fetch.
         """
-        try:
-            wanted = _wanted(request_id, from_params(params, self._reach), block_tables, prompt)
-        except TransferError as error:
-            # The agent never hears of this fetch, so nobody else would free the blocks.
-            self._release(request_id)
-            logger.warning("no cache for request %s: %s: %s", request_id, error.reason, _one_line(error))
-            raise
+        with ExitStack() as undo:
+            # The agent has not heard of this fetch, so nobody else would free the blocks.
+            undo.callback(self._release, request_id)
+            try:
+                wanted = _wanted(request_id, await self._remote(params), block_tables, prompt)
+            except TransferError as error:
+                logger.warning("no cache for request %s: %s: %s", request_id, error.reason, _one_line(error))
+                raise
+            undo.pop_all()
         try:
             return ReceivedCache(wanted.reference.engine_id, await self._agent.fetch(wanted))
         except TransferError as error:
@@ -144,13 +158,23 @@ class AgentTransfer:
     def decline(self, request_id: str, params: object) -> None:
         """What the untrusted `params` refer to will not be fetched: the source hears of it, if it can be told, and need
         not wait for its lease to run out."""
+        declining = asyncio.create_task(self._decline(request_id, params))
+        self._declining.add(declining)
+        declining.add_done_callback(self._declining.discard)
+
+    async def _decline(self, request_id: str, params: object) -> None:
         try:
             # Nothing of every group: should the source grant it before it hears of the end, that moves nothing.
-            wanted = _wanted(request_id, from_params(params, self._reach), self._nowhere, UNKNOWN_PROMPT)
+            wanted = _wanted(request_id, await self._remote(params), self._nowhere, UNKNOWN_PROMPT)
         except TransferError:
             return
         self.agent.fetch(wanted)
         self.agent.abort(request_id)
+
+    async def _remote(self, params: object) -> RemoteCache:
+        """Where the cache is that these parameters refer to. Raises TransferError."""
+        remote = from_params(params, self._reach)
+        return remote if remote.is_located else remote.at(await self._agent.locate(remote.addresses[0]))
 
     def withdraw(self, params: object) -> bool:
         """End the lease that these parameters refer to; whether there was one. Raises TransferError (`malformed`)."""

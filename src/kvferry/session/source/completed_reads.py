@@ -80,7 +80,8 @@ class CompletedReads:
             raise unknown_lease(landed.lease_id)
         lease.check_landed(landed)
         if landed.party in lease.completed:
-            return [Reply(peer, Valid(landed.claim_id, lease.completed[landed.party], lease.first_token))]
+            digests, first = lease.completed[landed.party], lease.first_token_for(landed.party)
+            return [Reply(peer, Valid(landed.claim_id, digests, first))]
         return self._answer(peer, ClaimKey(landed.lease_id, landed.party, landed.claim_id), lease, now)
 
     def written(self, lease: Lease, now: float) -> list[Command]:
@@ -137,7 +138,7 @@ class CompletedReads:
         """One reader has its bytes. When all have, the lease is done."""
         lease.complete(key.party, digests)
         lease.digests.pop(key, None)
-        commands: list[Command] = [Reply(peer, Valid(key.claim_id, digests, lease.first_token))]
+        commands: list[Command] = [Reply(peer, Valid(key.claim_id, digests, lease.first_token_for(key.party)))]
         if lease.finished:
             return [*commands, *self._leases.end(lease, "all readers valid", "done", now)]
         self._leases.renew(lease, now)

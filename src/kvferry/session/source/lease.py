@@ -40,12 +40,13 @@ LEASE_TABLE: TransitionTable = {
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A granted claim of a reader, and what is to be digested of it. With the direction `read` the reader sends
-    `Landed` when it has everything."""
+    """A granted claim of a reader on so many tokens, and what is to be digested of them. With the direction `read` the
+    reader sends `Landed` when it has everything."""
 
     claim_id: str
     direction: Direction
     subject: Subject
+    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -132,7 +133,11 @@ class Lease:
         """Note a granted claim; the same claim again changes nothing."""
         self.machine.move("claim")
         self.readers |= frozenset(claim.readers)
-        self.claims.setdefault(claim.party, Granted(claim.claim_id, claim.direction, claim.subject))
+        self.claims.setdefault(claim.party, Granted(claim.claim_id, claim.direction, claim.subject, claim.num_tokens))
+
+    def first_token_for(self, party: Party) -> FirstToken | None:
+        """For a reader of all tokens. Another token follows fewer of them, which their reader computes itself."""
+        return self.first_token if self.claims[party].num_tokens == self.request.num_tokens else None
 
     def complete(self, party: Party, digests: tuple[bytes, ...]) -> None:
         """A reader has its bytes, and is told so with these."""

@@ -1,0 +1,79 @@
+"""A prefill request in a room: its caller knows what the cache is called, and the first token goes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from embedded_server import Served
+from embedded_support import Loop, request
+
+from kvferry.kv_transfer_params import room_names
+
+COMPLETIONS = "/v1/completions"
+ROOM = (1 << 62) - 7
+
+
+def ask_for(num_tokens: int, **ours: Any) -> dict[str, Any]:
+    asked = {"prompt": list(request("", num_tokens).prompt), "max_tokens": 4, "return_token_ids": True}
+    return asked | {"kv_transfer_params": {"do_remote_decode": True, "kvferry": ours}}
+
+
+def told_of(prefiller: Served, body: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """The answer, and what was told of its first token."""
+    before = len(prefiller.transfer.first_tokens)
+    status, answer = prefiller.ask(COMPLETIONS, body)
+    assert status == 200, answer
+    (first,) = prefiller.transfer.first_tokens[before:]
+    return answer, first
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 700])
+def test_the_cache_has_the_rooms_name_and_the_first_token_goes_with_it(
+    prefiller: Served, decoder: Served, num_tokens: int
+) -> None:
+    """The same room twice: one request after the other."""
+    for _ in range(2):
+        asked = ask_for(num_tokens, room=ROOM)
+        answer, first = told_of(prefiller, asked)
+        params = answer["kv_transfer_params"]
+        assert params["remote_request_id"] == room_names(ROOM)[0]
+        _, plain = decoder.ask(COMPLETIONS, asked | {"kv_transfer_params": None})
+        assert [first.token_id] == plain["choices"][0]["token_ids"][:1] == answer["choices"][0]["token_ids"]
+        assert (first.logprob, first.top_logprobs) == (None, ())
+        status, _ = decoder.ask(COMPLETIONS, asked | {"kv_transfer_params": params})
+        assert status == 200
+
+
+@pytest.mark.parametrize("ours", [{"room": ROOM}, {}])
+def test_its_logprobs_go_with_it_where_they_are_asked_for(prefiller: Served, decoder: Served, ours: Any) -> None:
+    asked = ask_for(40, **ours) | {"logprobs": 3}
+    answer, first = told_of(prefiller, asked)
+    _, plain = decoder.ask(COMPLETIONS, asked | {"kv_transfer_params": None})
+    assert first.logprob == pytest.approx(plain["choices"][0]["logprobs"]["token_logprobs"][0], abs=1e-4)
+    assert first.top_logprobs[0] == (first.token_id, pytest.approx(first.logprob))
+    assert len(first.top_logprobs) == 3
+    decoder.ask(COMPLETIONS, asked | {"kv_transfer_params": answer["kv_transfer_params"]})
+
+
+def test_a_room_is_for_one_request_at_a_time(loop: Loop, prefiller: Served) -> None:
+    answer, _ = told_of(prefiller, ask_for(40, room=ROOM))
+    status, refused = prefiller.ask(COMPLETIONS, ask_for(50, room=ROOM))
+    assert (status, "draw a new one" in refused["error"]["message"]) == (400, True)
+    prefiller.engine.release(answer["kv_transfer_params"]["remote_request_id"])
+    loop.run(prefiller.engine.idle())
+    prefiller.transfer.offers.tables.clear()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (ask_for(40, room="5"), "room in kv_transfer_params is invalid"),
+        (ask_for(40, room=-1), "room in kv_transfer_params is invalid"),
+        (ask_for(40, room=5, early=True) | {"stream": True}, "found: kvferry.room and kvferry.early"),
+        (ask_for(40, room=5) | {"stream": True}, "set stream to false"),
+    ],
+)
+def test_what_makes_no_sense_in_a_room_is_refused(prefiller: Served, body: dict[str, Any], words: str) -> None:
+    status, answer = prefiller.ask(COMPLETIONS, body)
+    assert (status, words in answer["error"]["message"]) == (400, True), answer
