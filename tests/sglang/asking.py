@@ -97,6 +97,8 @@ def post_to_other(other: Other, prompt: Prompt, num_tokens: int, params: dict[st
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
+        # By its name vLLM's middleware knows why the cache of a request did not come.
+        "request_id": f"{random.getrandbits(62):x}",
         "kv_transfer_params": params,
         **more,
     }

@@ -16,7 +16,7 @@ QWEN3 = PairSpec("qwen3", SideSpec(64), SideSpec(64, flags=DECODE_CACHES))
 CASES = [
     (spec, OtherSpec(engine, spec.model, block_tokens))
     for spec, block_tokens in ((LLAMA, 64), (QWEN3, 16))
-    for engine in ("transformers",)
+    for engine in ("transformers", "vllm")
 ]
 
 every_case = pytest.mark.parametrize(("spec", "other_spec"), CASES, ids=str)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
 )
 
-from kvferry import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptName, Reference, TokenRange
+from kvferry import UNKNOWN_PROMPT, UNNAMED, FirstToken, Prompt, PromptName, Reference, RemoteEngine, TokenRange
+from kvferry.kv_transfer_params import RemoteCache
 
 Tables = tuple[tuple[int, ...], ...]
 """One block table per transferable cache group."""
@@ -30,13 +31,14 @@ def agent_name(request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LeaseOrder:
-    """A finished prefill whose blocks stay until the agent frees them."""
+    """A finished prefill whose blocks stay until the agent frees them. `first_token` is what follows its tokens."""
 
     request_id: str
     lease_id: str
     block_tables: Tables
     num_tokens: int
     prompt: Prompt = UNKNOWN_PROMPT
+    first_token: FirstToken | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,14 @@ class GrowthOrder:
 @dataclass(frozen=True, slots=True)
 class EndOrder:
     """A promised prefill has ended, and its blocks stay until the agent frees them. `is_kept` says that all of it is
-    computed; else the promise is taken back."""
+    computed, and `first_token` what follows; else the promise is taken back."""
 
     request_id: str
     name: str
     block_tables: Tables
     num_tokens: int
     is_kept: bool
+    first_token: FirstToken | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,16 @@ class FetchOrder:
     is_waited_for: bool
     error: str
     prompt: PromptName = UNNAMED
+
+    @property
+    def is_located(self) -> bool:
+        """Whether it is known which engine has it; of a room only where that listens."""
+        return RemoteCache(self.reference, self.addresses).is_located
+
+    def at(self, engine: RemoteEngine) -> FetchOrder:
+        """The same cache, at the engine that listens at its address."""
+        remote = RemoteCache(self.reference, self.addresses).at(engine)
+        return replace(self, reference=remote.reference, addresses=remote.addresses)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -12,9 +13,12 @@ from vllm.v1.request import Request
 from kvferry import Reason
 from kvferry.connectors.early_lease import Promise, unsealed
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, Orders, PromiseOrder, Tables
+from kvferry.connectors.vllm.scheduler.first_token import first_token_of
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
+from kvferry.connectors.vllm.scheduler.rooms import Rooms
 from kvferry.connectors.vllm.scheduler.skipped_transfers import Declined
 from kvferry.errors import RequestError
+from kvferry.kv_transfer_params import room_names, room_of
 
 Blocks = tuple[list[int], ...]
 
@@ -25,11 +29,13 @@ MAX_MADE = 1024
 @dataclass(slots=True)
 class _Prefill:
     """`num_told` of the prompt's `num_tokens` tokens are computed by the steps that have been ordered, if it
-    `has_begun`. What is in its cache has a name if it `is_named`."""
+    `has_begun`; only so many may be told step by step as are `growing`. What is in its cache has a name if it
+    `is_named`."""
 
     request: Request
     promise: Promise
     num_tokens: int
+    growing: int
     is_named: bool
     num_told: int = 0
     has_begun: bool = False
@@ -52,18 +58,41 @@ class Promised:
         self._made: deque[Promise] = deque(maxlen=MAX_MADE)
         # Those whose adapters are still being read: a claim waits longer for its lease than that takes.
         self._unread: dict[str, tuple[Request, Promise]] = {}
+        self._rooms = Rooms()
 
     def begin(self, request: Request, key: str, orders: Orders) -> None:
-        """Promise the cache of a request that has arrived, if our front end has said so."""
+        """Promise the cache of a request that has arrived, if our front end has said so, or if it is in a room."""
         params = request.kv_transfer_params or {}
-        promise = unsealed(params, key)
-        # Should several requests be made of one, the promise is the first one's, also when that has ended. Those that
-        # are continued later get a prompt that is not known yet.
-        if promise is None or promise in self._made or request.resumable or params.get("do_remote_prefill"):
+        # Those that are continued later get a prompt that is not known yet.
+        if request.resumable or params.get("do_remote_prefill"):
             return
+        promise = self._sealed(params, key) or self._in_room(request, params)
+        if promise is not None:
+            self._unread[request.request_id] = request, promise
+            self._promise_read(orders)
+
+    def _sealed(self, params: Mapping[str, Any], key: str) -> Promise | None:
+        """Should several requests be made of one, the promise is the first one's, also when that has ended."""
+        promise = unsealed(params, key)
+        if promise is None or promise in self._made:
+            return None
         self._made.append(promise)
-        self._unread[request.request_id] = request, promise
-        self._promise_read(orders)
+        return promise
+
+    def _in_room(self, request: Request, params: Mapping[str, Any]) -> Promise | None:
+        """What the decode engine takes its cache to be called: no answer of ours goes there."""
+        try:
+            room = room_of(params)
+        except RequestError as error:
+            self._declined.offer(request.request_id, Reason.MALFORMED, str(error))
+            return None
+        if room is None:
+            return None
+        promise = Promise(*room_names(room))
+        if self._rooms.enter(request.request_id, promise.name):
+            return promise
+        self._declined.offer(request.request_id, Reason.ALREADY_CLAIMED, "another request is in its room")
+        return None
 
     def _promise_read(self, orders: Orders) -> None:
         """Nobody waits in the scheduler for files that are being read."""
@@ -82,7 +111,9 @@ class Promised:
         except RequestError as error:
             order = replace(order, is_unnamed=True)
             self._declined.offer(request.request_id, Reason.UNNAMED_PROMPT, str(error))
-        self._prefills[request.request_id] = _Prefill(request, promise, num_tokens, not order.is_unnamed)
+        # In a room, the last token is told together with the one that follows.
+        growing = num_tokens - (request.request_id in self._rooms)
+        self._prefills[request.request_id] = _Prefill(request, promise, num_tokens, growing, not order.is_unnamed)
         orders.promises.append(order)
 
     def step(self, output: SchedulerOutput, orders: Orders) -> None:
@@ -115,7 +146,7 @@ class Promised:
     def _grow(
         self, request_id: str, prefill: _Prefill, num_computed: int, output: SchedulerOutput, orders: Orders
     ) -> None:
-        state, num_tokens = output.kv_connector_block_state, min(num_computed, prefill.num_tokens)
+        state, num_tokens = output.kv_connector_block_state, min(num_computed, prefill.growing)
         if state is None or num_tokens <= prefill.num_told:
             return
         blocks = state.get_block_ids(request_id)
@@ -135,6 +166,16 @@ class Promised:
 
         They stay for a moment even if the promise is taken back, since somebody may be reading them.
         """
+        kept = self._end(request, blocks, is_well, orders)
+        if kept == (False,):
+            self._rooms.withdrawn(request.request_id)
+        return kept
+
+    def sent(self, request_ids: Iterable[str]) -> None:
+        """Their leases are over."""
+        self._rooms.left(request_ids)
+
+    def _end(self, request: Request, blocks: Blocks, is_well: bool, orders: Orders) -> tuple[bool, ...]:
         request_id = request.request_id
         if request_id in self._unread and not is_well:
             del self._unread[request_id]
@@ -151,7 +192,8 @@ class Promised:
             orders.withdrawn.append(name)
             return (False,)
         is_kept = is_well and request.num_computed_tokens >= prefill.num_tokens and self._is_as_promised(prefill)
-        orders.ended.append(EndOrder(request_id, name, tables, prefill.num_tokens, is_kept))
+        num_tokens, first = prefill.num_tokens, first_token_of(request, prefill.num_tokens)
+        orders.ended.append(EndOrder(request_id, name, tables, num_tokens, is_kept, first))
         return (True,)
 
 

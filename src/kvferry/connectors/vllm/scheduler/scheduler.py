@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvferry.connectors.vllm.description.groups import forgets, may_grow
 from kvferry.connectors.vllm.metadata import FetchOrder, HoldOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
 from kvferry.connectors.vllm.scheduler.early_leases import Promised
 from kvferry.connectors.vllm.scheduler.expected_prompts import Expected
+from kvferry.connectors.vllm.scheduler.first_token import first_token_of
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.connectors.vllm.scheduler.skipped_transfers import Declined
 from kvferry.connectors.vllm.stats import FerryStats
@@ -83,6 +84,8 @@ class Scheduler:
             remote = from_params(params, self._reach)
         except TransferError:
             return  # It is said when its turn comes.
+        if not remote.is_located:
+            return  # A room's engine is asked for when there are blocks.
         self._orders.holds.append(HoldOrder(remote.reference, remote.addresses))
 
     def _shorten(self, request: Request) -> None:
@@ -166,6 +169,10 @@ class Scheduler:
             return False, None
         return self._offer(request, self._tables(block_ids))
 
+    def sent(self, request_ids: Iterable[str]) -> None:
+        """The leases of these requests are over on every rank."""
+        self._promised.sent(request_ids)
+
     def _forget(self, request_id: str) -> None:
         self._fetched.discard(request_id)
         self._truncated.discard(request_id)
@@ -181,7 +188,8 @@ class Scheduler:
         except RequestError as error:
             self._declined.offer(request.request_id, Reason.UNNAMED_PROMPT, str(error))
             return False, None
-        lease = LeaseOrder(request.request_id, new_lease_id(), tables, num_tokens, prompt)
+        first = first_token_of(request, num_tokens)
+        lease = LeaseOrder(request.request_id, new_lease_id(), tables, num_tokens, prompt, first)
         self._orders.leases.append(lease)
         reference = Reference(self._engine_id, self._ranks[0].epoch, agent_name(lease.request_id), lease.lease_id)
         return True, to_params(reference, [rank.address for rank in self._ranks], tables, lease.num_tokens)

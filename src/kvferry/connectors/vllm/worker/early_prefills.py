@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,9 @@ from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, PromiseOrder
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, Milestone, at_once
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
+from kvferry.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,13 @@ class EarlyPrefills:
         names, num_counted = (order.name, order.lease_id), described.num_counted(order.num_tokens)
         wanted = LeaseRequest(*names, described.nowhere, num_counted, True, order.prompt, order.is_unnamed)
         self._open.promise(order)
-        self._agent.lease(wanted)
+        try:
+            self._agent.lease(wanted)
+        except RequestError as error:
+            # The lease before it in its room is not over for the agent.
+            logger.warning("%s: its cache is not offered: %s", order.name, error)
+            self._open.forget(order.name)
+            return
         self._num_before[order.name] = 0
 
     def step(self, growths: Sequence[GrowthOrder]) -> None:
@@ -93,6 +103,7 @@ class EarlyPrefills:
             self._num_before.pop(order.name, None)
         elif order.is_kept:
             grown = self._grown(order, self._described.num_counted(order.num_tokens))
+            grown = replace(grown, first_token=order.first_token)
             self._reports.give(partial(self._report_end, grown))
         else:
             del self._num_before[order.name]

@@ -72,6 +72,7 @@ class OpenRequests:
 
     def refuse(self, order: FetchOrder, reason: str, why: str) -> None:
         """A fetch that could not even be begun has failed."""
+        self._fetching.pop(agent_name(order.request_id), None)
         if order.is_waited_for:
             self._warn(order, reason, why)
             self._results.failed_recving.add(order.request_id)

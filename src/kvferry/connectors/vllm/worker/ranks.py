@@ -21,13 +21,23 @@ class Introduction:
 
 def meet(ours: Introduction, num_ranks: int) -> tuple[list[Introduction], int]:
     """What all ranks of this engine say, in their order, and which one we are."""
+    words, rank = _gather(msgspec.msgpack.encode(ours), num_ranks)
+    return [msgspec.msgpack.decode(word, type=Introduction) for word in words], rank
+
+
+def addresses(ours: str, num_ranks: int) -> list[str]:
+    """Where the agents of all ranks listen, in their order: who knows one of them, as in a room, is told of all."""
+    words, _ = _gather(ours.encode(), num_ranks)
+    return [word.decode() for word in words]
+
+
+def _gather(word: bytes, num_ranks: int) -> tuple[list[bytes], int]:
     world = get_world_group()
     if world.world_size == 1:
-        return [ours], 0
+        return [word], 0
     words: list[bytes] = [b""] * world.world_size
     # Among the processes of one engine, over vLLM's own group: nothing of this comes from a network peer.
-    torch.distributed.all_gather_object(words, msgspec.msgpack.encode(ours), group=world.cpu_group)
+    torch.distributed.all_gather_object(words, word, group=world.cpu_group)
     # Replicas of data parallelism may be in the same group; each is an engine of its own.
     first = world.rank_in_group // num_ranks * num_ranks
-    everyone = [msgspec.msgpack.decode(word, type=Introduction) for word in words[first : first + num_ranks]]
-    return everyone, world.rank_in_group - first
+    return words[first : first + num_ranks], world.rank_in_group - first

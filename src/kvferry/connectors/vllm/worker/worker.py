@@ -29,6 +29,8 @@ from kvferry import (
     HoldRequest,
     LeaseEnded,
     LeaseRequest,
+    Located,
+    LocateFailed,
     Notice,
     Reason,
     Reference,
@@ -43,8 +45,9 @@ from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats, Moved
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, end_of_request
 from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
+from kvferry.connectors.vllm.worker.lookups import Lookups
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
-from kvferry.connectors.vllm.worker.ranks import Introduction, meet
+from kvferry.connectors.vllm.worker.ranks import Introduction, addresses, meet
 from kvferry.connectors.vllm_middleware.worker_reports import names_of
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.devices import cache_device
@@ -86,6 +89,7 @@ class Worker:
         self._open = OpenRequests(settings.is_loss_fatal)
         self._is_idle = False
         self._moved = Moved()
+        self._lookups = Lookups(self._open, lambda address: self._ours().agent.locate(address), self._fetch)
         # A step may bring a lease later than vLLM's client brings its end. Of one that was withdrawn only the next step
         # does: what a later one brings is of another request, whose caller has used the name again.
         self._released: deque[tuple[str, str]] = deque(maxlen=MAX_EARLY_RELEASES)
@@ -108,7 +112,7 @@ class Worker:
         agent = open_agent(config, on.cache(layouts, described.memories), self._notices.put)
         # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
-        agent.start()
+        agent.start(addresses(agent.address, len(layouts)))
         ends = described.layer_ends if self._settings.layer_wise else {}
         early_prefills = EarlyPrefills(Source(agent, described, on.milestone), self._open, ends)
         speculates = self._config.speculative_config is not None
@@ -143,7 +147,7 @@ class Worker:
         for fetch in orders.fetches:
             self._fetch(fetch)
         for request_id in orders.aborted:
-            if self._open.is_fetching(request_id):
+            if not self._lookups.abort(request_id) and self._open.is_fetching(request_id):
                 ours = self._ours()
                 ours.deferred.give(partial(ours.agent.abort, agent_name(request_id)))
 
@@ -161,7 +165,9 @@ class Worker:
             return
         ours = self._ours()
         tables = ours.described.tables(order.block_tables)
-        wanted = LeaseRequest(name, order.lease_id, tables, order.num_tokens, prompt=order.prompt)
+        wanted = LeaseRequest(
+            name, order.lease_id, tables, order.num_tokens, False, order.prompt, False, order.first_token
+        )
         ours.deferred.give(partial(self._tell_lease, wanted))
 
     def _tell_lease(self, wanted: LeaseRequest) -> None:
@@ -197,6 +203,9 @@ class Worker:
             self._open.refuse(order, reason, order.error or "the transfer agent has stopped")
             return
         name = self._open.fetch(order)
+        if not order.is_located:
+            self._lookups.ask(order)
+            return
         ours = self._ours()
         tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
         wanted = FetchRequest(name, order.reference, order.addresses, tables, ranges, prompt=order.prompt)
@@ -280,6 +289,8 @@ class Worker:
     def _note(self, notice: Notice) -> None:
         if isinstance(notice, AgentStopped):
             self._open.stopped(self._ours().agent.written_ids)
+        elif isinstance(notice, Located | LocateFailed):
+            self._lookups.note(notice)
         else:
             self._open.note(notice)
 
