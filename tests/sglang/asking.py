@@ -78,13 +78,13 @@ def post(server: SGLangServer, prompt: Prompt, room: int, port: int, within_s: f
 
 
 def _post(url: str, body: dict[str, Any], within_s: float) -> Any:
-    """The decoded answer; the text of an error."""
+    """The decoded answer; the text of an error, after the reason that kvferry gives for it."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=within_s) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
-        return error.read().decode()
+        return error.headers.get("x-kvferry-cache-reason", "") + error.read().decode()
     except OSError as error:
         return repr(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,10 +14,12 @@ CHUNKED = ("--chunked-prefill-size", "512")
 DECODE_CACHES = ("--disaggregation-decode-enable-radix-cache",)
 LLAMA = PairSpec("llama", SideSpec(16, flags=CHUNKED), SideSpec(16))
 QWEN3 = PairSpec("qwen3", SideSpec(64), SideSpec(64, flags=DECODE_CACHES))
+# In float32, vLLM's attention on CPUs has blocks of multiples of 32 tokens.
 CASES = [
-    (spec, OtherSpec(engine, spec.model, block_tokens))
-    for spec, block_tokens in ((LLAMA, 64), (QWEN3, 16))
-    for engine in ("transformers", "vllm")
+    (LLAMA, OtherSpec("transformers", "llama", 64)),
+    (LLAMA, OtherSpec("vllm", "llama", 64)),
+    (QWEN3, OtherSpec("transformers", "qwen3", 16)),
+    (QWEN3, OtherSpec("vllm", "qwen3", 32)),
 ]
 
 every_case = pytest.mark.parametrize(("spec", "other_spec"), CASES, ids=str)
@@ -58,5 +61,5 @@ def test_several_at_once(ask, spec):
 @every_case
 def test_the_cache_of_another_prompt_is_refused(ask, spec):
     ours, theirs = prompts_of((50, 50), seed=14)
-    assert "another prompt" in ask(ours, theirs).error
+    assert re.search("wrong_prompt|the cache of another prompt", ask(ours, theirs).error)
     assert ask(ours).tokens == alone(spec.model, ours)
