@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from asking import alone, ask, ask_all, first_logprobs, prompts_of
 from sglang_servers import PairSpec, SideSpec
@@ -42,7 +44,8 @@ def test_several_at_once(pair, spec):
 def test_the_cache_of_another_prompt_is_refused(pair, spec):
     ours, theirs = prompts_of((50, 50), seed=4)
     prefill, decode = ask(pair, ours, for_prefill=theirs)
-    assert "this is the cache of another prompt" in decode.error
+    # Where another rank is refused first, the one that answers knows no more than that.
+    assert re.search("this is the cache of another prompt|another rank has failed to fetch", decode.error)
     assert "was not read" in prefill.error
     assert ask(pair, ours)[1].tokens == alone(spec.model, ours)
 
