@@ -193,7 +193,7 @@ def test_what_is_told_layer_by_layer_is_computed_and_stays(loop: Loop, model_pat
     """The bytes of each state, at the moment at which it is said to be there, are those at the end."""
     engine = Engine(Settings(str(model_path), block_tokens=16, num_blocks=320, max_batch_tokens=256, layer_wise=True))
     emitted: list[tuple[Ahead, dict[str, bytes]]] = []
-    handle = engine._core._desk.emit
+    handle = engine._core._loop_state.emit
 
     def emit(event: Event) -> None:
         """In the engine's thread, in the middle of its step."""
@@ -201,7 +201,7 @@ def test_what_is_told_layer_by_layer_is_computed_and_stays(loop: Loop, model_pat
             emitted.append((event.ahead, states_of(engine, event.block_tables[0], event.ahead.num_tokens)))
         handle(event)
 
-    object.__setattr__(engine._core._desk, "emit", emit)
+    object.__setattr__(engine._core._loop_state, "emit", emit)
 
     async def compute() -> tuple[list[Ahead], dict[str, bytes]]:
         await engine.start()

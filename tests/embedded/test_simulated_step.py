@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvferry.connectors.step_cost import StepCost
-from kvferry.connectors.transformers.simulated_step_time import Pace
+from kvferry.connectors.transformers.simulated_step_time import SimulatedStepTime
 
 
 class Scheduled:
@@ -15,17 +15,17 @@ class Scheduled:
 
 
 def test_a_step_takes_at_least_what_its_tokens_and_sequences_cost():
-    pace, computed = Pace(StepCost(token_s=0.01, step_s=0.02, sequence_s=0.05)), []
+    step_time, computed = SimulatedStepTime(StepCost(token_s=0.01, step_s=0.02, sequence_s=0.05)), []
     began = time.perf_counter()
-    pace.scheduled([Scheduled(3, []), Scheduled(1, [7])])
-    pace.step(computed.append, "model")
+    step_time.scheduled([Scheduled(3, []), Scheduled(1, [7])])
+    step_time.step(computed.append, "model")
     # What the engine owes from before is at most 20 ms.
     assert time.perf_counter() - began >= 0.03 + 0.02 + 0.05 - 0.0201
     assert computed == ["model"]
 
 
 def test_a_slow_real_step_is_not_made_slower():
-    pace, slept = Pace(StepCost(step_s=1e-9)), []
-    pace.scheduled([Scheduled(1, [])])
-    pace.step(slept.append, "model")
+    step_time, slept = SimulatedStepTime(StepCost(step_s=1e-9)), []
+    step_time.scheduled([Scheduled(1, [])])
+    step_time.step(slept.append, "model")
     assert slept == ["model"]

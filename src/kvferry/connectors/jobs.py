@@ -17,7 +17,7 @@ class Settings:
     """What to serve and how large the cache is: `num_blocks` blocks of `block_tokens` tokens of the whole model.
 
     `model` is a folder or a name on the Hugging Face hub; `dtype` is a torch name such as `float32`, or `auto`. A step
-    takes at least what `step_cost` says: real tokens at the pace of another model. With `layer_wise` jobs that tell
+    takes at least what `step_cost` says: real tokens as fast as another model. With `layer_wise` jobs that tell
     their progress do so after every layer, else after every step. `device` is what torch calls the one that computes;
     transports register the memory of `buffer_device`: the same (`auto`), or `cpu`.
     """

@@ -146,7 +146,7 @@ class Negotiation:
         try:
             transport.connect(name_of(self.peer), self._descriptors[transport.name])
         except TransportError as error:
-            self._unconnected.append(Measurement(transport.name, 0.0, 0.0, 0.0, str(error)))
+            self._unconnected.append(Measurement.failed(transport.name, str(error)))
             return
         self._timeouts = self._timeouts or [AwakeTimeout(self._tests_s, now)]
         share_s = self._timeouts[0].left_s / (1 + len(self._waiting))

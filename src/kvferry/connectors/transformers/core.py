@@ -20,8 +20,8 @@ from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.connectors.step_cost import NO_COST
 from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, owning_layers, ring_tokens, share_pool
 from kvferry.connectors.transformers.sampler import BatchSampler
-from kvferry.connectors.transformers.scheduler import Command, Desk, DeskRouter, FerryScheduler
-from kvferry.connectors.transformers.simulated_step_time import Pace
+from kvferry.connectors.transformers.scheduler import Command, EventRouter, FerryScheduler, LoopState
+from kvferry.connectors.transformers.simulated_step_time import SimulatedStepTime
 from kvferry.devices import CacheDevice, cache_device
 from kvferry.errors import ConfigurationError
 from kvferry.layout import Layout
@@ -45,12 +45,12 @@ class Core:
         self._on = _device(settings)
         torch.set_num_threads(settings.num_threads)
         self._model, self.tokenizer = _load(settings, self._on.device)
-        self._desk = Desk(emit, pace=Pace(settings.step_cost))
-        self._manager = _manager(self._model, settings, self._desk)
+        self._loop_state = LoopState(emit, step_time=SimulatedStepTime(settings.step_cost))
+        self._manager = _manager(self._model, settings, self._loop_state)
         processor = self._manager.batch_processor
         processor.model_runner._sample = BatchSampler(processor.model_runner, emit)
         if settings.step_cost != NO_COST:
-            processor._generation_step = partial(self._desk.pace.step, processor._generation_step)
+            processor._generation_step = partial(self._loop_state.step_time.step, processor._generation_step)
         self._cache = processor.cache
         self._memory = Memory(self._cache.cache_tensor.data_ptr(), self._cache.cache_tensor.numel(), -1)
         self._shared: SharedMemory | None = None
@@ -159,14 +159,14 @@ class Core:
         return list(self._cache.cache_allocators.values())
 
     def _command(self, command: Command) -> None:
-        self._desk.commands.put(command)
+        self._loop_state.commands.put(command)
         self._manager._wake_up_loop.set()
 
     def _run(self, run: Callable[[], None]) -> None:
         """The engine's thread. Upstream catches every error in it, keeps it and returns."""
         run()
         error = self._manager.background_thread_status.fatal_error
-        self._desk.emit(Stopped("" if error is None else f"{type(error).__name__}: {error}"))
+        self._loop_state.emit(Stopped("" if error is None else f"{type(error).__name__}: {error}"))
 
 
 def _check(settings: Settings) -> None:
@@ -228,7 +228,7 @@ def _first_sentence(words: str) -> str:
     return " ".join(lines[: 2 if lines[:1] and lines[0].endswith(":") else 1])
 
 
-def _manager(model: Any, settings: Settings, desk: Desk) -> Any:
+def _manager(model: Any, settings: Settings, loop_state: LoopState) -> Any:
     """A manager whose processor exists before its thread, so that the cache can be moved; `start` keeps it."""
     config = ContinuousBatchingConfig(
         page_size=settings.block_tokens,
@@ -245,8 +245,8 @@ def _manager(model: Any, settings: Settings, desk: Desk) -> Any:
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1 if eos is None else eos)
     try:
         manager = model.init_continuous_batching(greedy, continuous_batching_config=config)
-        manager.output_router = DeskRouter(desk)
-        SCHEDULER_MAPPING["kvferry"] = partial(FerryScheduler, desk)
+        manager.output_router = EventRouter(loop_state)
+        SCHEDULER_MAPPING["kvferry"] = partial(FerryScheduler, loop_state)
         manager.batch_processor = manager._create_batch_processor()
     except (ValueError, MemoryError) as error:
         raise ConfigurationError(

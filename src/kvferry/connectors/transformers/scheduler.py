@@ -20,17 +20,17 @@ from kvferry.connectors.jobs import Allocated, BlockTables, Event, Freed, Held, 
 from kvferry.connectors.step_cost import NO_COST
 from kvferry.connectors.transformers.pool import ring_tokens
 from kvferry.connectors.transformers.sampler import SampledState, TokenSampler
-from kvferry.connectors.transformers.simulated_step_time import Pace
+from kvferry.connectors.transformers.simulated_step_time import SimulatedStepTime
 
 Command = Callable[["FerryScheduler"], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class LoopState:
     """What the parts that live in the engine's thread share; only `commands` is used from other threads.
 
     `num_told` has the requests whose progress is told, with how far they were when that was done last; `in_step` those
-    of them that the running step computes, with how far they will be. `pace` is told of every batch.
+    of them that the running step computes, with how far they will be. `step_time` is told of every batch.
     """
 
     emit: Callable[[Event], None]
@@ -39,68 +39,68 @@ class Desk:
     num_computed: dict[str, int] = field(default_factory=dict)
     num_told: dict[str, int] = field(default_factory=dict)
     in_step: dict[str, int] = field(default_factory=dict)
-    pace: Pace = field(default_factory=lambda: Pace(NO_COST))
+    step_time: SimulatedStepTime = field(default_factory=lambda: SimulatedStepTime(NO_COST))
 
 
 class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
     """FIFO scheduling that obeys commands between steps, holds blocks and counts what is really computed."""
 
-    def __init__(self, desk: Desk, **arguments: Any) -> None:
-        self._desk = desk
+    def __init__(self, loop_state: LoopState, **arguments: Any) -> None:
+        self._loop_state = loop_state
         super().__init__(**arguments)
 
     def clear_cancelled_requests(self) -> list[Any]:
         """Run the commands, free what they cancelled, and say how far the others are."""
-        for _ in range(self._desk.commands.qsize()):
-            self._desk.commands.get_nowait()(self)
+        for _ in range(self._loop_state.commands.qsize()):
+            self._loop_state.commands.get_nowait()(self)
         freed_ids = sorted(self._requests_to_cancel)
         states: list[Any] = super().clear_cancelled_requests()
         for request_id in freed_ids:
-            self._desk.hold_ids.discard(request_id)
-            self._desk.num_computed.pop(request_id, None)
-            self._desk.num_told.pop(request_id, None)
-            self._desk.emit(Freed(request_id))
+            self._loop_state.hold_ids.discard(request_id)
+            self._loop_state.num_computed.pop(request_id, None)
+            self._loop_state.num_told.pop(request_id, None)
+            self._loop_state.emit(Freed(request_id))
         self._tell_progress()
         return states
 
     def _tell_progress(self) -> None:
         """Upstream moves `position_offset` on when it prepares a step: only between steps is so much really there."""
-        for request_id, num_told in self._desk.num_told.items():
+        for request_id, num_told in self._loop_state.num_told.items():
             state = self.active_requests.get(request_id)
             if state is not None and state.position_offset > num_told:
-                self._desk.num_told[request_id] = state.position_offset
-                self._desk.emit(Progressed(request_id, self.tables(request_id), state.position_offset))
+                self._loop_state.num_told[request_id] = state.position_offset
+                self._loop_state.emit(Progressed(request_id, self.tables(request_id), state.position_offset))
 
     def tell_states(self, num_states: int) -> None:
         """In the middle of a step: the first states of what it computes are there."""
-        for request_id, num_tokens in self._desk.in_step.items():
-            num_told = self._desk.num_told[request_id]
+        for request_id, num_tokens in self._loop_state.in_step.items():
+            num_told = self._loop_state.num_told[request_id]
             ahead = Ahead(num_tokens, num_states)
-            self._desk.emit(Progressed(request_id, self.tables(request_id), num_told, ahead))
+            self._loop_state.emit(Progressed(request_id, self.tables(request_id), num_told, ahead))
 
     def finish_request(self, request_id: str) -> None:
         """Upstream frees the blocks here; those of a held request stay in its block tables instead."""
-        if request_id not in self._desk.hold_ids:
+        if request_id not in self._loop_state.hold_ids:
             super().finish_request(request_id)
             return
         self.active_requests.pop(request_id, None)
-        self._desk.num_told.pop(request_id, None)
-        self._desk.emit(Held(request_id, self.tables(request_id)))
+        self._loop_state.num_told.pop(request_id, None)
+        self._loop_state.emit(Held(request_id, self.tables(request_id)))
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """Count, per request, the tokens that go through the model before its first answer."""
         batch = super().schedule_batch(token_budget, cache_budget)
         if batch[0]:
-            self._desk.pace.scheduled(batch[0])
-        self._desk.in_step.clear()
+            self._loop_state.step_time.scheduled(batch[0])
+        self._loop_state.in_step.clear()
         for scheduled in batch[0] or ():
-            if scheduled.state.request_id in self._desk.num_told:
+            if scheduled.state.request_id in self._loop_state.num_told:
                 num_tokens = scheduled.state.position_offset + scheduled.query_length
-                self._desk.in_step[scheduled.state.request_id] = num_tokens
+                self._loop_state.in_step[scheduled.state.request_id] = num_tokens
             if not scheduled.state.generated_tokens:
                 request_id = scheduled.state.request_id
-                before = self._desk.num_computed.get(request_id, 0)
-                self._desk.num_computed[request_id] = before + scheduled.query_length
+                before = self._loop_state.num_computed.get(request_id, 0)
+                self._loop_state.num_computed[request_id] = before + scheduled.query_length
         return batch
 
     def tables(self, request_id: str) -> BlockTables:
@@ -111,7 +111,7 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
     def allocate(self, request_id: str, num_tokens: int) -> None:
         """Give a request that does not run the blocks for its first `num_tokens` tokens."""
         stored = self._store(request_id, num_tokens)
-        self._desk.emit(Allocated(request_id, self.tables(request_id) if stored else ()))
+        self._loop_state.emit(Allocated(request_id, self.tables(request_id) if stored else ()))
 
     def admit(self, job: Job) -> None:
         """Queue a request; the tokens whose cache is there are skipped, as when upstream restores a request."""
@@ -126,10 +126,10 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
         state.position_offset = job.num_cached
         state.remaining_prefill_tokens = list(job.prompt[job.num_cached :])
         if job.hold:
-            self._desk.hold_ids.add(job.request_id)
+            self._loop_state.hold_ids.add(job.request_id)
             self._store(job.request_id, len(job.prompt))
         if job.tells_progress and self._keeps(len(job.prompt)):
-            self._desk.num_told[job.request_id] = 0
+            self._loop_state.num_told[job.request_id] = 0
         self.add_waiting_request(state)
 
     def _keeps(self, num_tokens: int) -> bool:
@@ -152,19 +152,19 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
         return True
 
 
-class DeskRouter(OutputRouter):  # type: ignore[misc]
-    """Hands every output to the desk instead of to queues, in the order the engine made them."""
+class EventRouter(OutputRouter):  # type: ignore[misc]
+    """Hands every output to `emit` instead of to queues, in the order the engine made them."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, loop_state: LoopState) -> None:
         super().__init__()
-        self._desk = desk
+        self._loop_state = loop_state
 
     def deliver(self, output: Any) -> None:
         """One output of one request: all its tokens so far."""
-        counts, finished = self._desk.num_computed, output.is_finished()
+        counts, finished = self._loop_state.num_computed, output.is_finished()
         num_computed = (counts.pop if finished else counts.get)(output.request_id, 0)
         tokens = tuple(output.generated_tokens)
-        self._desk.emit(Produced(output.request_id, tokens, num_computed, finished, output.error or ""))
+        self._loop_state.emit(Produced(output.request_id, tokens, num_computed, finished, output.error or ""))
 
     def deliver_batch(self, outputs: list[Any]) -> None:
         """The outputs of one step."""

@@ -1,4 +1,4 @@
-"""The pace of another model: steps that last as long as its own would."""
+"""Steps that last as long as its own would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.connectors.step_cost import StepCost
 MAX_CATCH_UP_S = 0.02
 
 
-class Pace:
+class SimulatedStepTime:
     """Makes steps last as long as those of another model. Lives in the engine's thread."""
 
     def __init__(self, cost: StepCost) -> None:
