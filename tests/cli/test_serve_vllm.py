@@ -274,7 +274,9 @@ def test_as_a_child_it_ends_when_its_parent_is_gone(start, tmp_path):
 
 
 # Without the seconds that vLLM has in any case.
-NO_GRACE = "from kvferry.cli import main; from kvferry.cli.serve import vllm; vllm.STOP_S = 0.0; main.main()"
+NO_GRACE = (
+    "from kvferry.cli import main; from kvferry.cli.serve import engine_process as e; e.STOP_S = 0.0; main.main()"
+)
 
 
 def test_vllm_has_its_time_to_drain_before_it_is_killed(start, tmp_path):

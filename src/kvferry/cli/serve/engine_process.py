@@ -1,0 +1,127 @@
+"""The server of another project as a process of ours: started, awaited, announced, and ended with all it has started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from asyncio.subprocess import Process
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry import read_token
+from kvferry.cli import console
+from kvferry.cli.serve.command import ServeOptions
+from kvferry.cli.serve.joining import joined
+from kvferry.cli.server import http
+from kvferry.errors import ConfigurationError
+
+READY_S = 600.0
+POLL_S = 0.25
+# Less than our own parent gives us before it kills us: nobody else would end the engine then.
+STOP_S = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """What starts the server of an engine, and how it shows that it can serve.
+
+    `ready_path` answers 200 then, and `check` raises ConfigurationError for a server that is not what was asked for.
+    `hint` is for one that ends before. `facts` are announced beside its name, its model and its URL.
+    """
+
+    engine: str
+    command: list[str]
+    environment: Mapping[str, str]
+    url: str
+    ready_path: str
+    hint: str
+    check: Callable[[], None] = lambda: None
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+def serve_engine(options: ServeOptions, engine: EngineProcess) -> int:
+    """Run it until it ends or we are told to end; returns its exit code, 0 when we were told.
+
+    Raises ConfigurationError when it ends early, is not ready in time or fails its check.
+    """
+    return asyncio.run(_run(options, engine))
+
+
+async def _run(options: ServeOptions, engine: EngineProcess) -> int:
+    token, told = read_token(options.token_file), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a
+    # session: Linux schedules sessions as wholes, and lets one that rarely runs wait for a tenth of a second and more.
+    process = await asyncio.create_subprocess_exec(
+        *engine.command, stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0, env=engine.environment
+    )
+    ends = [process.wait(), told.wait(), *([http.stdin_closed()] if options.as_child else [])]
+    ending = asyncio.create_task(_first(ends))
+    try:
+        await _ready(engine, process, ending)
+        if not ending.done():
+            await asyncio.to_thread(engine.check)
+            _announce(options, engine)
+            async with joined(options.join, engine.url, token):
+                await ending
+        return process.returncode or 0
+    finally:
+        ending.cancel()
+        await _stop(process, options.drain_timeout + STOP_S)
+
+
+def _announce(options: ServeOptions, engine: EngineProcess) -> None:
+    name, model = options.engine_id, options.served_name
+    words = f"{name}: {model} at {engine.url}/v1, served by {engine.engine}"
+    console.announce(options.as_json, words, engine_id=name, model=model, url=engine.url, **engine.facts)
+
+
+async def _first(ends: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Returns when one of them has."""
+    tasks = [asyncio.create_task(end) for end in ends]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _ready(engine: EngineProcess, process: Process, ending: asyncio.Task[None]) -> None:
+    """Returns when the server answers, or when we were told to end. Raises ConfigurationError when it has ended."""
+    deadline = time.monotonic() + READY_S
+    while not await asyncio.to_thread(_is_healthy, engine.url + engine.ready_path):
+        await asyncio.wait({ending}, timeout=POLL_S)
+        if process.returncode is not None:
+            found = f"exit code {process.returncode}"
+            raise ConfigurationError(f"{engine.engine} has exited", found=found, hint=engine.hint)
+        if ending.done():
+            return
+        if time.monotonic() > deadline:
+            raise ConfigurationError(f"{engine.engine} did not become ready in time", expected=f"within {READY_S:g} s")
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=POLL_S * 4) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+async def _stop(process: Process, within_s: float) -> None:
+    """Politely, then by force; nothing of its group survives."""
+    with suppress(ProcessLookupError):
+        process.terminate()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), within_s)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
