@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry import extras
-from kvferry.cli.engine_choice import VLLM_EXTRAS
+from kvferry.cli.engine_choice import SERVER_EXTRAS
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted({module.partition(".")[0] for modules in extras.EXTRAS.values() for module in modules})
@@ -94,12 +94,13 @@ def test_a_transport_that_is_asked_for_by_name_names_its_extra(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("command", ["serve", "up"])
-def test_in_an_environment_without_vllm_it_says_what_goes_into_that_of_vllm(tmp_path, command):
-    hidden = [module for module in MODULES if module not in extras.EXTRAS["router"]] + ["vllm"]
-    done = run(tmp_path, command, "--engine", "vllm", hidden=hidden)
+def test_in_an_environment_without_an_engine_it_says_what_goes_into_that_of_the_engine(tmp_path, command, engine):
+    hidden = [module for module in MODULES if module not in extras.EXTRAS["router"]] + [engine]
+    done = run(tmp_path, command, "--engine", engine, hidden=hidden)
     assert done.returncode == 2
-    assert f"pip install 'kvferry[{VLLM_EXTRAS}]'" in done.stderr
+    assert f"pip install 'kvferry[{SERVER_EXTRAS}]'" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -89,4 +89,4 @@ def test_nowhere_is_nothing_and_a_role_is_needed():
 )
 def test_what_nobody_would_be_told_and_what_is_no_url_are_refused(told, words):
     with pytest.raises(ConfigurationError, match=words):
-        JoinOptions(*told)
+        JoinOptions(*told).check_role()

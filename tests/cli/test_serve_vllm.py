@@ -1,4 +1,4 @@
-"""`kvferry serve --engine vllm`, with a stand-in for vLLM that only answers `/health`."""
+"""`kvferry serve --engine vllm`, with a stand-in for vLLM. What is true of every engine's process is tested here."""
 
 import inspect
 import json
@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-import psutil
 import pytest
+from engine_stand_in import DEADLINE_S, SERVER, after, assert_gone, seen, starting
 from typer.testing import CliRunner
 
 from kvferry.agent.config import STAGING_BYTES
@@ -22,37 +22,6 @@ from kvferry.cli.serve.vllm import vllm_command, vllm_environment
 from kvferry.connectors.vllm_middleware import FerryMiddleware, middleware
 from kvferry.errors import ConfigurationError
 
-DEADLINE_S = 60.0
-STAND_IN = """
-import http.server, json, os, pathlib, signal, socket, subprocess, sys
-folder = pathlib.Path(__file__).parents[3]
-if "--fail" in sys.argv:
-    sys.exit("RuntimeError: no such model")
-helper = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-(folder / "seen.json").write_text(json.dumps([sys.argv[1:], os.getpid(), helper.pid]))
-host, port = (sys.argv[sys.argv.index(option) + 1] for option in ("--host", "--port"))
-port = int(port)
-with socket.socket() as anybody:
-    try:
-        anybody.bind(("127.0.0.1", port))
-    except OSError:
-        (folder / "held").touch()
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        if self.path == "/die":
-            os._exit(3)
-def finish_requests(*_):
-    subprocess.run([sys.executable, "-c", ""])
-    (folder / "drained").touch()
-    os._exit(0)
-if "--shutdown-timeout" in sys.argv:
-    signal.signal(signal.SIGTERM, finish_requests)
-class Server(http.server.HTTPServer):
-    address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-Server((host, port), Handler).serve_forever()
-"""
 OPTIONS = ServeOptions(
     model="m",
     served_name="name",
@@ -67,10 +36,6 @@ OPTIONS = ServeOptions(
 
 def options(**changed) -> ServeOptions:
     return replace(OPTIONS, **changed)
-
-
-def after(command: list[str], option: str) -> str:
-    return command[command.index(option) + 1]
 
 
 def test_vllm_gets_its_key_through_the_environment_and_not_on_the_command_line():
@@ -121,7 +86,7 @@ def test_the_command_and_the_agent_have_one_default_of_staging_memory():
 @pytest.mark.parametrize(("given", "staging_bytes"), [([], None), (["--staging-mib", "64"], 64 << 20)])
 def test_staging_memory_is_the_connectors_own_unless_chosen(given, staging_bytes, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("kvferry.cli.serve.command.check_vllm", lambda: None)
+    monkeypatch.setattr("kvferry.cli.engine_choice.check_installed", lambda engine: None)
     monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: seen.append(options) or 0)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path), *given])
     assert result.exit_code == 0, result.output
@@ -134,7 +99,7 @@ def test_staging_memory_is_the_connectors_own_unless_chosen(given, staging_bytes
 )
 def test_vllm_may_drain_unless_whoever_started_us_is_in_a_hurry(given, drain_s, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("kvferry.cli.serve.command.check_vllm", lambda: None)
+    monkeypatch.setattr("kvferry.cli.engine_choice.check_installed", lambda engine: None)
     monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: seen.append(options) or 0)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path), *given])
     assert result.exit_code == 0, result.output
@@ -151,7 +116,7 @@ def test_the_buffer_device_is_vllms_own_key_and_its_own_unless_chosen():
 
 @pytest.mark.parametrize("option", ["--device", "--num-blocks", "--max-batch-tokens", "--heartbeat"])
 def test_what_vllm_has_no_place_for_is_not_passed_over(option, monkeypatch):
-    monkeypatch.setattr("kvferry.cli.serve.command.check_vllm", lambda: None)
+    monkeypatch.setattr("kvferry.cli.engine_choice.check_installed", lambda engine: None)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", option, "7"])
     assert result.exit_code == 2
     assert option in result.output
@@ -194,40 +159,8 @@ def test_a_direction_that_does_not_exist_is_refused():
 @pytest.fixture
 def start(tmp_path):
     """Start the real command with the stand-in on the path; returns the process."""
-    module = tmp_path / "vllm" / "entrypoints" / "cli"
-    module.mkdir(parents=True)
-    for folder in (module, module.parent, module.parents[1]):
-        (folder / "__init__.py").touch()
-    (module / "main.py").write_text(STAND_IN)
-    started = []
-
-    def start(*arguments: str, program: tuple[str, ...] = ("-m", "kvferry.cli.main")) -> subprocess.Popen:
-        command = [sys.executable, *program, "serve", "--engine", "vllm", "--port", "0", "--json"]
-        pipe = subprocess.PIPE
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        process = subprocess.Popen(
-            [*command, "--model", str(tmp_path), *arguments], stdin=pipe, stdout=pipe, stderr=pipe, env=environment
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        with process:
-            process.kill()
-
-
-def seen(tmp_path) -> tuple[list[str], list[int]]:
-    arguments, *pids = json.loads((tmp_path / "seen.json").read_text())
-    return arguments, pids
-
-
-def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    for pid in pids:
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            psutil.wait_procs([psutil.Process(pid)], timeout=deadline - time.monotonic())
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    with starting(tmp_path, "vllm", {"vllm.entrypoints.cli.main": SERVER}) as start:
+        yield start
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -326,11 +259,14 @@ def test_whoever_answers_at_a_taken_port_is_not_taken_for_vllm(start, tmp_path):
     assert engine.wait(DEADLINE_S) == 0
 
 
-def test_without_vllm_it_says_where_to_install_what(monkeypatch, tmp_path):
-    monkeypatch.setattr("kvferry.cli.engine_choice.find_spec", lambda name: None)
-    result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path)])
+@pytest.mark.parametrize("command", ["serve", "up"])
+@pytest.mark.parametrize(("engine", "name"), [("vllm", "vLLM"), ("sglang", "SGLang")])
+@pytest.mark.parametrize("found", [None, ModuleSpec("a folder of that name", None)])
+def test_without_the_engine_it_says_where_to_install_what(monkeypatch, tmp_path, command, engine, name, found):
+    monkeypatch.setattr("kvferry.cli.engine_choice.find_spec", lambda name: found)
+    result = CliRunner().invoke(main.app, [command, "--engine", engine, "--model", str(tmp_path)])
     assert result.exit_code == 2
-    assert "vLLM is not installed here" in result.stderr
+    assert f"{name} is not installed here" in result.stderr
 
 
 def test_arguments_for_an_engine_that_takes_none_are_refused(tmp_path):

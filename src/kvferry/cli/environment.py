@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+API_KEY = "KVFERRY_API_KEY"
+
 
 def cache_directory() -> Path:
     """Where what is made on first use is kept: KVFERRY_CACHE, or a folder in XDG_CACHE_HOME, or in ~/.cache."""
@@ -21,7 +23,7 @@ def token_file() -> str:
 
 def api_keys() -> tuple[str, ...]:
     """The key that clients need, and that our own commands show: KVFERRY_API_KEY; empty when there is none."""
-    key = os.environ.get("KVFERRY_API_KEY", "")
+    key = os.environ.get(API_KEY, "")
     return (key,) if key else ()
 
 

@@ -39,7 +39,7 @@ access = partial(typer.Option, rich_help_panel="Advanced: access")
 output = partial(typer.Option, rich_help_panel="Advanced: output")
 
 Model = Annotated[str, common(help="Model folder or Hugging Face name; tiny is built on this machine.")]
-Engine = Annotated[str, common(help="transformers (built in), or vllm; pass vLLM's own options after --.")]
+Engine = Annotated[str, common(help="transformers (built in), vllm or sglang; their own options come after --.")]
 Host = Annotated[str, common(help="Address to listen on.")]
 TokenFile = Annotated[str, common(help="File with the shared token; else KVFERRY_TOKEN_FILE.")]
 Drain = Annotated[float, times(min=0.0, max=86400.0, help="Limit for open requests and leases after SIGTERM.")]

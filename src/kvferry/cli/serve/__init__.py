@@ -1,1 +1,1 @@
-"""`kvferry serve`: one engine process, of ours or vLLM's."""
+"""`kvferry serve`: one engine process: ours, vLLM's or SGLang's."""

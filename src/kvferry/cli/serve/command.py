@@ -1,7 +1,8 @@
-"""Options of `kvferry serve`, for the built-in engine and for vLLM."""
+"""Options of `kvferry serve`, for the built-in engine, for vLLM and for SGLang."""
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from kvferry.cli import environment
 from kvferry.cli.console import errors_as_messages
-from kvferry.cli.engine_choice import check_engine, check_vllm, extras_of, left_to_vllm
+from kvferry.cli.engine_choice import check_engine, extras_of, left_to_engine, refuse_options
 from kvferry.cli.options import (
     HERE,
     AccessOptions,
@@ -28,7 +29,6 @@ from kvferry.cli.options import (
     common,
     is_given,
     moving,
-    option_of,
     times,
 )
 from kvferry.errors import ConfigurationError
@@ -36,6 +36,11 @@ from kvferry.http.registration import Side
 
 if TYPE_CHECKING:
     from kvferry import AgentConfig
+
+
+CORS = ("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials")
+OURS = ("device", "num_blocks", "max_batch_tokens", "heartbeat", "simulated_step", *CORS)
+"""Options of our own engine for what other engines have options of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +56,27 @@ class JoinOptions:
             raise ConfigurationError(
                 "--register needs a role", found="--register without --role", expected="--role prefill or --role decode"
             )
-        if not self.register and (self.role or self.advertise_url):
-            found = "--role" if self.role else "--advertise-url"
-            raise ConfigurationError("this option needs --register", found=found, expected="--register URL as well")
+        if not self.register and self.advertise_url:
+            raise _alone("--advertise-url")
         for url in filter(None, (*self.register, self.advertise_url)):
             if not url.startswith(("http://", "https://")):
                 raise ConfigurationError("invalid URL", found=url, expected="such as http://10.0.0.5:8000")
+
+    def check_role(self) -> None:
+        """Raises ConfigurationError for a role that nobody would be told: most engines have none of their own."""
+        if not self.register and self.role:
+            raise _alone("--role")
+
+
+def _alone(option: str) -> ConfigurationError:
+    return ConfigurationError("this option needs --register", found=option, expected="--register URL as well")
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """What to serve, where, and how caches move. All time limits are in seconds.
 
-    vLLM has its own default for a number that is 0; `arguments` go to `vllm serve` as they are.
+    Another engine has its own default for a number that is 0; `arguments` go to its server as they are.
     """
 
     model: Model = "tiny"
@@ -109,13 +122,20 @@ class ServeOptions:
 def serve(context: typer.Context, options: ServeOptions) -> int:
     """Start one engine. Every engine can prefill for others and decode what others have prefilled.
 
-    With --engine vllm, everything after -- is passed to `vllm serve`.
+    With --engine vllm or sglang, everything after -- is passed to that server. A server of SGLang has one --role.
     """
     with errors_as_messages(extras_of(options.engine)):
         options.transfer.check()
         check_engine(options.engine, context)
         options = replace(options, token_file=options.token_file or environment.token_file())
-        return _serve_vllm(context, options) if options.engine == "vllm" else _serve_embedded(options)
+        options = replace(options, arguments=tuple(context.args))
+        match options.engine:
+            case "vllm":
+                return _serve_vllm(context, options)
+            case "sglang":
+                return _serve_sglang(context, options)
+            case _:
+                return _serve_embedded(options)
 
 
 def _serve_embedded(options: ServeOptions) -> int:
@@ -123,6 +143,7 @@ def _serve_embedded(options: ServeOptions) -> int:
     from kvferry.connectors.jobs import Settings
     from kvferry.connectors.step_cost import step_cost_named
 
+    options.join.check_role()
     agent, access, step_cost = agent_of(options), options.http_access.checked(), step_cost_named(options.simulated_step)
     # Both load torch, which takes seconds: what is wrong with the options has been told by then.
     path, name = resolve(options.model)
@@ -173,16 +194,33 @@ def _serve_vllm(context: typer.Context, options: ServeOptions) -> int:
     from kvferry.cli.models import resolve
     from kvferry.cli.serve.vllm import serve_vllm
 
-    check_vllm()
+    options.join.check_role()
     path, name = resolve(options.model)
-    cors = ("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials")
-    for field_ in ("device", "num_blocks", "max_batch_tokens", "heartbeat", "simulated_step", *cors):
-        if is_given(context, field_):
-            found, hint = option_of(field_), "pass options of vllm serve after --"
-            what, expected = "this option does not apply to vLLM", "the option of vLLM itself"
-            raise ConfigurationError(what, found=found, expected=expected, hint=hint)
-    # Whoever has started us as a child ends us sooner than the default, and would leave vLLM behind.
-    hurry = ["drain_timeout"] if options.as_child else []
-    unset = left_to_vllm(context, "block_tokens", "staging_mib", "lease_timeout", *hurry)
-    served_name, arguments = options.served_name or name, tuple(context.args)
-    return serve_vllm(replace(options, model=path, served_name=served_name, arguments=arguments, **unset))
+    refuse_options(options.engine, context, *OURS)
+    unset = left_to_engine(context, "block_tokens", "staging_mib", "lease_timeout", *_hurry(options))
+    return serve_vllm(replace(options, model=path, served_name=options.served_name or name, **unset))
+
+
+def _serve_sglang(context: typer.Context, options: ServeOptions) -> int:
+    """Returns SGLang's exit code. Raises ConfigurationError for options that SGLang has no place for."""
+    from kvferry.cli.models import resolve
+    from kvferry.cli.serve.sglang import check, serve_sglang
+
+    refuse_options(options.engine, context, "buffer_device", *OURS)
+    if is_given(context, "failure_policy") and options.failure_policy is FailurePolicy.RECOMPUTE:
+        what, expected = "a decode server of SGLang cannot compute a prompt itself", "--failure-policy fail"
+        raise ConfigurationError(what, found="--failure-policy recompute", expected=expected)
+    role = check(options)
+    if not is_given(context, "engine_id"):
+        # Two engines of one name would be taken for two starts of one.
+        options = replace(options, engine_id=f"{role}-{secrets.token_hex(4)}")
+    # What an agent would refuse is told before SGLang has loaded a model.
+    agent_of(options)
+    path, name = resolve(options.model)
+    unset = left_to_engine(context, "staging_mib", "lease_timeout", *_hurry(options))
+    return serve_sglang(replace(options, model=path, served_name=options.served_name or name, **unset))
+
+
+def _hurry(options: ServeOptions) -> tuple[str, ...]:
+    """Whoever has started us as a child ends us sooner than the default, and would leave the engine behind."""
+    return ("drain_timeout",) if options.as_child else ()

@@ -1,4 +1,4 @@
-"""The server of another project as a process of ours: started, awaited, announced, and ended with all it has started."""
+"""The server of another project as a process: started, awaited, announced, and ended with all that it has started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from asyncio.subprocess import Process
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,8 @@ from kvferry.errors import ConfigurationError
 
 READY_S = 600.0
 POLL_S = 0.25
+# SGLang computes a token before it says that it is healthy.
+ANSWER_S = 20.0
 # Less than our own parent gives us before it kills us: nobody else would end the engine then.
 STOP_S = 8.0
 
@@ -32,8 +34,8 @@ STOP_S = 8.0
 class EngineProcess:
     """What starts the server of an engine, and how it shows that it can serve.
 
-    `ready_path` answers 200 then, and `check` raises ConfigurationError for a server that is not what was asked for.
-    `hint` is for one that ends before. `facts` are announced beside its name, its model and its URL.
+    `ready_path` answers 200 then. `hint` is for a server that ends before. `facts` are announced beside its name, its
+    model and its URL.
     """
 
     engine: str
@@ -42,14 +44,13 @@ class EngineProcess:
     url: str
     ready_path: str
     hint: str
-    check: Callable[[], None] = lambda: None
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
 def serve_engine(options: ServeOptions, engine: EngineProcess) -> int:
     """Run it until it ends or we are told to end; returns its exit code, 0 when we were told.
 
-    Raises ConfigurationError when it ends early, is not ready in time or fails its check.
+    Raises ConfigurationError when it ends early or is not ready in time.
     """
     return asyncio.run(_run(options, engine))
 
@@ -68,7 +69,6 @@ async def _run(options: ServeOptions, engine: EngineProcess) -> int:
     try:
         await _ready(engine, process, ending)
         if not ending.done():
-            await asyncio.to_thread(engine.check)
             _announce(options, engine)
             async with joined(options.join, engine.url, token):
                 await ending
@@ -76,6 +76,15 @@ async def _run(options: ServeOptions, engine: EngineProcess) -> int:
     finally:
         ending.cancel()
         await _stop(process, options.drain_timeout + STOP_S)
+
+
+def key_in(variable: str, options: ServeOptions, engine: str, hint: str = "") -> dict[str, str]:
+    """The key that clients need, if there is one, as an environment variable: everybody on this host can read command
+    lines. Raises ConfigurationError for several, of which an engine takes one there."""
+    keys = options.http_access.api_keys
+    if len(keys) > 1:
+        raise ConfigurationError(f"{engine} takes one --api-key from kvferry", found=f"{len(keys)} keys", hint=hint)
+    return dict(zip([variable], keys, strict=False))
 
 
 def _announce(options: ServeOptions, engine: EngineProcess) -> None:
@@ -97,20 +106,22 @@ async def _first(ends: Iterable[Coroutine[Any, Any, object]]) -> None:
 async def _ready(engine: EngineProcess, process: Process, ending: asyncio.Task[None]) -> None:
     """Returns when the server answers, or when we were told to end. Raises ConfigurationError when it has ended."""
     deadline = time.monotonic() + READY_S
-    while not await asyncio.to_thread(_is_healthy, engine.url + engine.ready_path):
-        await asyncio.wait({ending}, timeout=POLL_S)
+    while True:
+        asking = asyncio.create_task(asyncio.to_thread(_is_healthy, engine.url + engine.ready_path))
+        await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
         if process.returncode is not None:
             found = f"exit code {process.returncode}"
             raise ConfigurationError(f"{engine.engine} has exited", found=found, hint=engine.hint)
-        if ending.done():
+        if ending.done() or asking.result():
             return
         if time.monotonic() > deadline:
             raise ConfigurationError(f"{engine.engine} did not become ready in time", expected=f"within {READY_S:g} s")
+        await asyncio.wait({ending}, timeout=POLL_S)
 
 
 def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=POLL_S * 4) as answer:
+        with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

@@ -10,9 +10,8 @@ from math import ceil
 
 from kvferry.cli.options import HERE
 from kvferry.cli.serve.command import ServeOptions
-from kvferry.cli.serve.engine_process import EngineProcess, serve_engine
+from kvferry.cli.serve.engine_process import EngineProcess, key_in, serve_engine
 from kvferry.cli.server import listening
-from kvferry.errors import ConfigurationError
 
 # What our router asks of an engine, on vLLM's own server.
 MIDDLEWARE = "kvferry.connectors.vllm_middleware.FerryMiddleware"
@@ -72,15 +71,6 @@ def vllm_command(options: ServeOptions, port: int) -> list[str]:
 
 
 def vllm_environment(options: ServeOptions) -> dict[str, str]:
-    """vLLM takes a key from there as well: everybody on this host can read command lines.
-
-    Raises ConfigurationError for several keys, of which it takes one there.
-    """
-    keys = options.http_access.api_keys
-    if len(keys) > 1:
-        raise ConfigurationError(
-            "vLLM takes one --api-key from kvferry",
-            found=f"{len(keys)} keys",
-            hint="pass several behind --, where everybody on this host can read them: -- --api-key A B",
-        )
-    return {**os.environ, **dict(zip(["VLLM_API_KEY"], keys, strict=False))}
+    """Raises ConfigurationError for several keys."""
+    hint = "pass several behind --, where everybody on this host can read them: -- --api-key A B"
+    return {**os.environ, **key_in("VLLM_API_KEY", options, "vLLM", hint)}

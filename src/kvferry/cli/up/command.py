@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import errors_as_messages
-from kvferry.cli.engine_choice import check_engine, check_vllm, extras_of, left_to_vllm
+from kvferry.cli.engine_choice import OTHER_ENGINES, check_engine, extras_of, left_to_engine, refuse_options
 from kvferry.cli.options import Engine, Json, Model, TransferOptions, cache, command_of, common, is_given, output
 from kvferry.errors import ConfigurationError
 
@@ -52,16 +52,16 @@ def up(context: typer.Context, options: UpOptions) -> int:
 
         options.transfer.check()
         check_engine(options.engine, context)
+        if options.engine == "sglang":
+            what, hint = "kvferry up does not start SGLang yet", "start two servers with kvferry serve (docs/sglang.md)"
+            raise ConfigurationError(what, found="--engine sglang", expected="transformers or vllm", hint=hint)
         if options.once == "":
             raise ConfigurationError("--once needs a prompt", found="an empty text")
         options = replace(options, arguments=tuple(context.args))
+        if options.engine in OTHER_ENGINES:
+            refuse_options(options.engine, context, "device")
         if options.engine == "vllm":
-            check_vllm()
-            if is_given(context, "device"):
-                raise ConfigurationError(
-                    "this option does not apply to vLLM", found="--device", expected="vLLM's own choice of a device"
-                )
-            options = replace(options, **left_to_vllm(context, "prefill_block_tokens", "decode_block_tokens"))
+            options = replace(options, **left_to_engine(context, "prefill_block_tokens", "decode_block_tokens"))
         # One question needs no port that is known, so it does not take the usual one from another.
         if options.once is not None and not is_given(context, "port"):
             options = replace(options, port=0)

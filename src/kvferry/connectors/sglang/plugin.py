@@ -48,6 +48,36 @@ def register() -> None:
         ) from error
 
 
+def check_loaded() -> None:
+    """Have SGLang load its plug-ins, and see whether it would use this backend. Raises ConfigurationError with the
+    reason why not, which SGLang itself would only log."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    if _is_used():
+        return
+    register()
+    raise ConfigurationError(
+        "SGLang does not load kvferry's plug-in",
+        found=f"SGLANG_PLUGINS={os.environ.get('SGLANG_PLUGINS', '')}",
+        expected="kvferry among them, or no SGLANG_PLUGINS",
+        hint="without that variable kvferry is missing among this environment's packages: pip install it there",
+    )
+
+
+def _is_used() -> bool:
+    from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+    from kvferry.connectors.sglang.manager import FerryManager
+
+    try:
+        manager = get_kv_class(TransferBackend(NAME), KVClassType.MANAGER)
+    except ValueError:
+        return False
+    return NAME in DISAGG_TRANSFER_BACKEND_CHOICES and manager is FerryManager
+
+
 def _register() -> None:
     from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
     from sglang.srt.disaggregation.utils import TransferBackend
