@@ -17,13 +17,14 @@ NOT_PYTHON = {
     "kvferry.decode",
     "kvferry.outcome",
 }
-# Options of vLLM, pip, pytest and Docker that are named on other pages than vLLM's.
+# Options of vLLM, SGLang, pip, pytest and Docker that are named on other pages than vLLM's.
 OF_OTHERS = {
     *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--kv-transfer-config", "--max-num-batched-tokens"),
     *(
         "--middleware",
         "--tensor-parallel-size",
         "--disaggregation-transfer-backend",
+        "--mem-fraction-static",
         "--disable-log-stats",
         "--save-result",
         "--help",

@@ -150,12 +150,6 @@ def test_what_sglang_does_not_do_is_refused_before_it_starts(installed, argument
     assert words in told(*arguments)
 
 
-def test_a_fleet_of_sglang_is_refused_until_there_is_one(installed):
-    result = CliRunner().invoke(main.app, ["up", "--engine", "sglang"])
-    assert result.exit_code == 2
-    assert "start two servers with kvferry serve" in " ".join(result.stderr.split())
-
-
 def test_what_sglang_does_by_itself_may_be_said(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr("kvferry.cli.engine_choice.check_installed", lambda engine: None)

@@ -23,12 +23,13 @@ ENVIRONMENT = {
     "KVFERRY_SGLANG_CONFIG": json.dumps({"lease_s": LEASE_S}),
 }
 # With overlap scheduling SGLang makes a CUDA event when a prefix is cached, which ends a prefill server on the CPU.
-FLAGS = (
+CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"),
-    *("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "16"),
-    *("--disaggregation-transfer-backend", "kvferry", "--disaggregation-decode-retraction-backup", "cpu_tensor"),
+    *("--max-total-tokens", "8192", "--max-running-requests", "16"),
+    *("--disaggregation-decode-retraction-backup", "cpu_tensor"),
 )
+FLAGS = (*CPU_FLAGS, "--dtype", "float32", "--disaggregation-transfer-backend", "kvferry")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from kvferry.errors import ConfigurationError
 class UpOptions:
     """What to start and what to ask. With `once`, a prompt, everything stops after its answer.
 
-    vLLM has its own default for a number of tokens per block that is 0; `arguments` go to `vllm serve` as they are.
+    vLLM has its own default for a number of tokens per block that is 0. `arguments` go to the servers of another engine
+    as they are.
     """
 
     model: Model = "tiny"
@@ -45,16 +46,13 @@ class UpOptions:
 def up(context: typer.Context, options: UpOptions) -> int:
     """Start prefill, decode and router on this machine, answer a prompt, prove the answer, and keep serving.
 
-    With --engine vllm, everything after -- is passed to `vllm serve`, and vLLM's own defaults apply.
+    With --engine vllm or sglang, everything after -- is passed to those servers, and their own defaults apply.
     """
     with errors_as_messages(extras_of(options.engine)):
         from kvferry.cli.up import job
 
         options.transfer.check()
         check_engine(options.engine, context)
-        if options.engine == "sglang":
-            what, hint = "kvferry up does not start SGLang yet", "start two servers with kvferry serve (docs/sglang.md)"
-            raise ConfigurationError(what, found="--engine sglang", expected="transformers or vllm", hint=hint)
         if options.once == "":
             raise ConfigurationError("--once needs a prompt", found="an empty text")
         options = replace(options, arguments=tuple(context.args))

@@ -11,6 +11,7 @@ from kvferry.cli import console
 from kvferry.cli.server import listening
 from kvferry.cli.up.processes import Child
 from kvferry.errors import ConfigurationError
+from kvferry.http.registration import Side
 
 HOST = "127.0.0.1"
 READY_S = 240.0
@@ -21,7 +22,8 @@ RESTARTS_WITHIN_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Which engines to start. `engine_arguments` are common to all and come last on their command lines.
+    """Which engines to start. `engine_arguments` are common to all and come last on their command lines. Some engines
+    serve in one role, as long as they run (`has_roles`).
 
     The block sizes are tokens per block, `cache_tokens` what a cache holds; 0 leaves either to the engine. All must be
     ready within `ready_s`.
@@ -35,6 +37,7 @@ class FleetOptions:
     cache_tokens: int
     port: int
     ready_s: float = READY_S
+    has_roles: bool = False
 
 
 class Fleet:
@@ -67,9 +70,9 @@ class Fleet:
         listening.listen(HOST, options.port).close()
         # One by one into the list: what has been started is ended, whatever happens.
         for number in range(options.num_prefill):
-            self._children.append(self._engine(f"prefill-{number}", options.prefill_block_tokens))
+            self._children.append(self._engine(Side.PREFILL, number, options.prefill_block_tokens))
         for number in range(options.num_decode):
-            self._children.append(self._engine(f"decode-{number}", options.decode_block_tokens))
+            self._children.append(self._engine(Side.DECODE, number, options.decode_block_tokens))
         deadline = time.monotonic() + options.ready_s
         urls = [self._await(child, deadline) for child in self._children]
         self.prefill_urls = tuple(urls[: options.num_prefill])
@@ -110,14 +113,15 @@ class Fleet:
         self._ports[child.name] = urlsplit(url).port or 0
         return url
 
-    def _engine(self, name: str, block_tokens: int) -> Child:
-        sizes: tuple[str, ...] = ()
+    def _engine(self, side: Side, number: int, block_tokens: int) -> Child:
+        name, sizes = f"{side}-{number}", tuple[str, ...]()
         if block_tokens:
             sizes = ("--block-tokens", str(block_tokens))
         if block_tokens and self._options.cache_tokens:
             num_blocks = -(-self._options.cache_tokens // block_tokens)
             sizes += ("--num-blocks", str(num_blocks))
-        arguments = ("serve", "--engine-id", name, *sizes, *self._options.engine_arguments)
+        role = ("--role", side) if self._options.has_roles else ()
+        arguments = ("serve", "--engine-id", name, *role, *sizes, *self._options.engine_arguments)
         return Child(name, arguments, self._logs / f"{name}.log", port=0)
 
     def _router(self) -> Child:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cli import console, environment
+from kvferry.cli.engine_choice import OTHER_ENGINES
 from kvferry.cli.models import TINY, resolve
 from kvferry.cli.options import option_of
 from kvferry.cli.up.command import UpOptions
@@ -31,13 +32,18 @@ EXAMPLE = (
 )
 CHECK_S = 1.0
 LARGE_BYTES = 1 << 20
+VERDICTS = {
+    True: "equal, token for token",
+    False: "DIFFERENT FROM THE ANSWER WITHOUT A TRANSFER",
+    None: "not compared: no engine here answers alone",
+}
 VERIFIED = {
     "sampled": "its lease, and a sample of its bytes",
     "full": "its lease, and every byte",
     "off": "its lease",
     "unreadable": "its lease only: the CPU cannot read its memory",
 }
-VLLM_READY_S = 900.0
+OTHER_READY_S = 900.0
 # The first time, a model of the Hub is downloaded by the engines.
 DOWNLOAD_READY_S = 3600.0
 # A prefix cache would answer the second question from what the first one has moved.
@@ -109,8 +115,8 @@ def _fleet_options(options: UpOptions, path: str, name: str) -> FleetOptions:
     arguments = ["--model", path, "--served-name", name, "--engine", options.engine]
     for option, value in asdict(options.transfer).items():
         arguments += [option_of(option), value] if value != "auto" else []
-    # Left to itself, vLLM makes bfloat16 of the tiny model's float32.
-    arguments += ["--dtype", "float32"] if (options.engine, name) == ("vllm", TINY) else []
+    # Left to themselves, other engines make bfloat16 of the tiny model's float32.
+    arguments += ["--dtype", "float32"] if options.engine in OTHER_ENGINES and name == TINY else []
     arguments += ["--device", options.device] if options.device != "cpu" else []
     arguments += ["--", *options.arguments] if options.arguments else []
     return FleetOptions(
@@ -119,10 +125,11 @@ def _fleet_options(options: UpOptions, path: str, name: str) -> FleetOptions:
         engine_arguments=tuple(arguments),
         prefill_block_tokens=options.prefill_block_tokens,
         decode_block_tokens=options.decode_block_tokens,
-        # How large vLLM's cache is, is for its own options to say.
-        cache_tokens=0 if options.engine == "vllm" else options.cache_tokens,
+        # How large another engine's cache is, is for its own options to say.
+        cache_tokens=0 if options.engine in OTHER_ENGINES else options.cache_tokens,
         port=options.port,
         ready_s=_ready_s(options),
+        has_roles=options.engine == "sglang",
     )
 
 
@@ -130,30 +137,52 @@ def _ready_s(options: UpOptions) -> float:
     """How long the engines may take to start."""
     if options.model != TINY and not Path(options.model).is_dir():
         return DOWNLOAD_READY_S
-    return VLLM_READY_S if options.engine == "vllm" else READY_S
+    return OTHER_READY_S if options.engine in OTHER_ENGINES else READY_S
 
 
 def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
     prompt = EXAMPLE if options.once is None else options.once
     temperature, seed = options.temperature, options.seed
     together, by_itself = (Question(fleet.model, prompt, options.max_tokens, salt, temperature, seed) for salt in SALTS)
-    show = _silent if options.as_json else _typewriter
-    if options.engine == "vllm":
-        before = read(fleet.decode_urls)
-        answer = ask(fleet.url, together, show)
-        answer = replace(answer, report=report_between(before, read(fleet.decode_urls)))
-    else:
-        answer = ask(fleet.url, together, show)
-        engines, transport = (*fleet.decode_urls, *fleet.prefill_urls), answer.report.get("transport", "")
-        answer = replace(answer, report=answer.report | {"choice": why_chosen(engines, transport)})
-    facts = _facts(answer, ask(fleet.decode_urls[0], by_itself, _silent))
+    answer = _with_report(options, fleet, together)
+    facts = _facts(answer, _without_transfer(options, fleet, by_itself))
     facts |= {"temperature": temperature, "seed": seed}
     if options.as_json:
         console.data(facts)
     else:
         sys.stdout.write("\n\n")
         Console(markup=False).print(_table(facts))
-    return bool(facts["equal"])
+    return facts["equal"] is not False
+
+
+def _with_report(options: UpOptions, fleet: Fleet, question: Question) -> Answer:
+    """The router's answer, with what can be known of how its cache came."""
+    show = _silent if options.as_json else _typewriter
+    match options.engine:
+        case "vllm":
+            before = read(fleet.decode_urls)
+            answer = ask(fleet.url, question, show)
+            report = report_between(before, read(fleet.decode_urls))
+        case "sglang":
+            answer = ask(fleet.url, question, show)
+            # Its decode computes nothing of a prompt: there would be no answer.
+            report = {"tokens_received": answer.prompt_tokens, "tokens_computed": 0}
+        case _:
+            answer = ask(fleet.url, question, show)
+            engines, transport = (*fleet.decode_urls, *fleet.prefill_urls), answer.report.get("transport", "")
+            report = answer.report | {"choice": why_chosen(engines, transport)}
+    return replace(answer, report=report)
+
+
+def _without_transfer(options: UpOptions, fleet: Fleet, question: Question) -> tuple[int, ...] | None:
+    """The tokens of an answer that needs no transfer: the control. None where nobody gives one."""
+    if options.engine != "sglang":
+        return ask(fleet.decode_urls[0], question, _silent).token_ids
+    if fleet.model != TINY or question.temperature:
+        return None
+    from kvferry.embedded.model.greedy_answer import greedy_tokens
+
+    return greedy_tokens(resolve(TINY)[0], str(question.prompt), question.max_tokens)
 
 
 def _silent(text: str) -> None:
@@ -165,15 +194,16 @@ def _typewriter(text: str) -> None:
     sys.stdout.flush()
 
 
-def _facts(answer: Answer, alone: Answer) -> dict[str, Any]:
-    """One flat record of what happened; the report is what the decode engine measured."""
+def _facts(answer: Answer, alone: tuple[int, ...] | None) -> dict[str, Any]:
+    """One flat record of what happened; the report is what the decode engine measured. Without a control nobody knows
+    whether the answers are equal."""
     report = answer.report
     wire_s = report.get("phases_s", {}).get("wire", 0.0)
     return {
-        "equal": answer.token_ids == alone.token_ids and bool(answer.token_ids),
+        "equal": None if alone is None else answer.token_ids == alone and bool(answer.token_ids),
         "text": answer.text,
         "token_ids": list(answer.token_ids),
-        "expected_token_ids": list(alone.token_ids),
+        "expected_token_ids": list(alone or ()),
         "prompt_tokens": answer.prompt_tokens,
         "path": answer.path,
         **report,
@@ -183,12 +213,13 @@ def _facts(answer: Answer, alone: Answer) -> dict[str, Any]:
 
 def _table(facts: dict[str, Any]) -> Table:
     table = Table(title="What moved", show_header=False, title_justify="left")
-    verdict = "equal, token for token" if facts["equal"] else "DIFFERENT FROM THE ANSWER WITHOUT A TRANSFER"
     received, computed = facts["tokens_received"], facts["tokens_computed"]
-    table.add_row("answer", f"{_tokens(len(facts['token_ids']))}: {verdict}")
+    table.add_row("answer", f"{_tokens(len(facts['token_ids']))}: {VERDICTS[facts['equal']]}")
     table.add_row("prompt", f"{_tokens(facts['prompt_tokens'])}: {received} received, {computed} computed here")
     if reason := _why_nothing(facts):
         table.add_row("nothing moved", reason)
+        return table
+    if "bytes" not in facts:
         return table
     table.add_row("bytes moved", f"{facts['bytes']:,} ({facts['bytes'] / 2**20:.2f} MiB)")
     table.add_row("descriptors", f"{facts['descriptors']:,}")
@@ -213,7 +244,7 @@ def _why_nothing(facts: dict[str, Any]) -> str:
     """Why no cache was received; empty when one was."""
     if facts["tokens_received"]:
         return ""
-    if facts["recomputed"]:
+    if facts.get("recomputed"):
         return f"the cache did not arrive ({facts['recomputed']}), so the prompt was computed again"
     if facts["path"] == "decode-only":
         return "no prefill engine was available: the decode engine computed the prompt itself"
