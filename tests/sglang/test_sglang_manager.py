@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.errors import ConfigurationError, LayoutError
+from kvferry.errors import ConfigurationError, LayoutError, RequestError
 
 NUM_HEADS = 4
 
@@ -154,6 +154,14 @@ class TestFailedRequests:
         assert (made.is_abort_release_safe(7, 1), made.is_abort_release_safe(8, 1)) == (False, True)
         writing.is_over = True
         assert made.is_abort_release_safe(7, 1)
+
+    def test_a_room_is_nobody_elses_while_something_may_write_to_its_pages(self, made):
+        writing = SimpleNamespace(is_over=False)
+        made.register(7, writing)
+        with pytest.raises(RequestError, match="same bootstrap_room"):
+            made.register(7, SimpleNamespace(is_over=True))
+        writing.is_over = True
+        made.register(7, SimpleNamespace(is_over=True))
 
     def test_what_is_forgotten_is_ones_own(self, made):
         first, second = (SimpleNamespace(is_over=True) for _ in range(2))
