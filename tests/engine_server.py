@@ -17,7 +17,8 @@ from pathlib import Path
 
 __all__ = ["VLLM_ON_CPU", "EngineServer", "StartError", "hold_ports", "is_installed"]
 
-START_S = 300.0
+# A busy machine takes minutes to import an engine.
+START_S = 600.0
 STOP_S = 20.0
 POLL_S = 0.25
 FIRST_PORT, LAST_PORT = 20_000, 30_000
