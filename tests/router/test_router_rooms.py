@@ -45,6 +45,7 @@ from kvferry.router.fleet.engine_info import MAX_ROOM, UNKNOWN_ENGINE, EngineInf
 from kvferry.router.fleet.instance import OpenRequests, Origin
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.fleet.sglang_info import sglang_info
+from kvferry.router.flow import dispatcher
 from kvferry.router.flow.refusals import pair_failed
 from kvferry.router.flow.state_machine import Flow, State
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
@@ -127,7 +128,7 @@ def test_prefill_is_asked_for_the_token_that_the_client_will_get():
 
 def test_a_room_is_where_the_prefill_instance_says_or_at_the_host_of_its_url():
     info = EngineInfo(handover=Handover.ROOM, bootstrap_port=8998)
-    room = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": MAX_ROOM}
+    room = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": MAX_ROOM, "rid": None}
     prefill = Instance("http://10.0.0.5:30000", Role.PREFILL)
     assert json.loads(room_at(prefill, info, MAX_ROOM)) == room
     info = EngineInfo(handover=Handover.ROOM, bootstrap_host="10.1.0.5", bootstrap_port=8998)
@@ -313,7 +314,9 @@ def test_what_a_server_says_of_itself():
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"no json", b'{"disaggregation_bootstrap_port": "x"}'])
 def test_a_server_that_cannot_be_understood_is_one_that_says_nothing(answer):
-    assert sglang_info(answer, Role.DECODE, ("m",)) == EngineInfo("sglang", models=("m",))
+    assert sglang_info(answer, Role.DECODE, ("m",)) == EngineInfo(
+        "sglang", models=("m",), handover=Handover.NONE, computes_prompts=False
+    )
 
 
 def test_only_pairs_of_one_way_are_pairs():
@@ -376,7 +379,7 @@ def test_a_request_is_served_by_two_servers_that_meet():
         rooms = Rooms()
         p, d = sglang_prefill(rooms, port=8765), sglang_decode(rooms)
         async with cluster([p], [d]) as c:
-            reply = await c.complete()
+            reply = await c.complete({"model": "tiny", "prompt": "hello", "max_tokens": 9, "rid": "still-known"})
             assert (reply.status, json.loads(reply.raw)["choices"][0]["text"]) == (200, "one two")
             assert reply.headers["x-kvferry-path"] == "disaggregated"
             await until_idle(c)
@@ -384,6 +387,7 @@ def test_a_request_is_served_by_two_servers_that_meet():
             assert (asked.body["bootstrap_host"], asked.body["bootstrap_port"]) == ("127.0.0.1", 8765)
             assert 0 < asked.body["bootstrap_room"] <= MAX_ROOM
             assert asked.body == {**served.body, "stream": False}
+            assert served.body["rid"] is None
             assert {one["handover"] for one in (await c.members())["members"]} == {"room"}
             assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
             assert await c.metric("kvferry_router_early_decodes_total") == 0
@@ -438,6 +442,27 @@ def test_a_room_that_a_client_names_is_refused(name):
             assert not headers.keys() & {header.lower() for header in p.seen[0].headers}
 
     asyncio.run(main())
+
+
+def test_each_of_two_that_meet_has_the_time_of_both(monkeypatch):
+    """A prefill answers when its cache has been read: a decode that waits for pages takes as long as it may."""
+    given = []
+
+    class Recording(UpstreamRequest):
+        def __init__(self, services, reservation, trace, outgoing, timeouts):
+            given.append(timeouts.limit_s)
+            super().__init__(services, reservation, trace, outgoing, timeouts)
+
+    monkeypatch.setattr(dispatcher, "UpstreamRequest", Recording)
+
+    async def main():
+        rooms = Rooms()
+        limits = {"prefill_timeout_s": 20.0, "decode_timeout_s": 7.0}
+        async with cluster([sglang_prefill(rooms)], [sglang_decode(rooms)], **limits) as c:
+            assert (await c.complete()).status == 200
+
+    asyncio.run(main())
+    assert given == [27.0, 27.0]
 
 
 @pytest.mark.parametrize("waiting", ["prefill", "decode"])

@@ -71,8 +71,11 @@ def differences(prefill: EngineInfo, decode: EngineInfo) -> tuple[str, ...]:
 
 
 def room_at(prefill: Instance, info: EngineInfo, number: int) -> bytes:
-    """The fields of a room of this prefill instance, a JSON object; empty where its caches are found by a reference."""
+    """The fields of a room of this prefill instance, a JSON object; empty where its caches are found by a reference.
+
+    Without the client's `rid`: SGLang refuses one that it still knows, as it may after a try that failed."""
     if info.handover is not Handover.ROOM:
         return b""
     host, port = info.bootstrap_host or urlsplit(prefill.url).hostname, info.bootstrap_port
-    return msgspec.json.encode({"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": number})
+    fields = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": number, "rid": None}
+    return msgspec.json.encode(fields)

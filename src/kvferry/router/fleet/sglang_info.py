@@ -33,11 +33,11 @@ class ServerInfo(msgspec.Struct):
 
 
 def sglang_info(told: bytes, role: Role, models: tuple[str, ...]) -> EngineInfo:
-    """Of a server that is used in this role. One that runs in another mode is in no pair; without an answer that can be
-    understood, the server is one of which nothing else is known."""
+    """Of a server that is used in this role. One that runs in another mode is in no pair; neither is one
+    whose answer cannot be understood: it may need a room or a reference."""
     server = decoded(told, ServerInfo)
     if server is None:
-        return EngineInfo(OWNER, models=models)
+        return EngineInfo(OWNER, models=models, handover=Handover.NONE, computes_prompts=role is Role.PREFILL)
     return EngineInfo(
         engine=OWNER,
         version=server.version,

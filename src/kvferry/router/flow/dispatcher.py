@@ -237,13 +237,13 @@ class Dispatcher:
         headers = select(self._call.headers, self._call.request_id)
         headers = [*(pair for pair in headers if pair[0] not in traced), *traced.items()]
         http = HttpRequest("POST", url, self._call.target, headers, command.body)
-        return UpstreamRequest(self._services, self._reserved[role], trace, http, self._timeouts(role))
+        return UpstreamRequest(self._services, self._reserved[role], trace, http, self._timeouts(command))
 
-    def _timeouts(self, role: Role) -> Timeouts:
-        """A decode request waits for what an early prefill has not computed yet."""
-        config = self._services.config
+    def _timeouts(self, command: Send | Start) -> Timeouts:
+        """A decode request waits for what an early prefill has not computed yet, and a prefill in a room for decode."""
+        config, role = self._services.config, command.instance.role
         prefill_s = config.prefill_timeout_s if role is Role.PREFILL or self._usage.early else 0.0
-        decode_s = config.decode_timeout_s if role is Role.DECODE else 0.0
+        decode_s = config.decode_timeout_s if role is Role.DECODE or isinstance(command, Start) else 0.0
         return Timeouts(prefill_s + decode_s, self._call.deadline_s)
 
     def _opened(self, event: Opened, path: Path, decode: Instance) -> None:

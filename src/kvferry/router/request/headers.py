@@ -25,9 +25,12 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     )
 )
-# SGLang lets these take the place of fields of the body that only the router may set.
+# SGLang lets these take the place of fields of the body that only the router may set, or whose value (rid) may be known
+# there since a try that failed.
 SGLANG_OVERRIDES = frozenset(
     (
+        b"x-data-parallel-rank",
+        b"x-override-rid",
         b"x-override-bootstrap-host",
         b"x-override-bootstrap-port",
         b"x-override-bootstrap-room",
