@@ -58,8 +58,11 @@ def test_its_logprobs_go_with_it_where_they_are_asked_for(prefiller: Served, dec
 
 def test_a_room_is_for_one_request_at_a_time(loop: Loop, prefiller: Served) -> None:
     answer, _ = told_of(prefiller, ask_for(40, room=ROOM))
+    aborted = list(prefiller.transfer.aborted)
     status, refused = prefiller.ask(COMPLETIONS, ask_for(50, room=ROOM))
     assert (status, "draw a new one" in refused["error"]["message"]) == (400, True)
+    # The first one's cache is still offered.
+    assert prefiller.transfer.aborted == aborted
     prefiller.engine.release(answer["kv_transfer_params"]["remote_request_id"])
     loop.run(prefiller.engine.idle())
     prefiller.transfer.offers.tables.clear()

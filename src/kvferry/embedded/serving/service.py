@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvferry import Prompt, PromptInput, Reason
@@ -49,13 +49,15 @@ class ServeInfo:
 @dataclass(frozen=True, slots=True)
 class TokenizedRequest:
     """A client's request on its way through the service: one request to the engine for each choice of the answer, in
-    their order. Each has an id that this process uses once. A prefill or decode request has exactly one. `echoes` are
-    the texts that go before the answers, one for each choice, or none.
+    their order. Each has an id that this process uses once, but for rooms, which have one request at a time. A prefill
+    or decode request has exactly one. `echoes` are the texts that go before the answers, one for each choice, or none.
+    `leased` are the ids of those whose cache has been offered.
     """
 
     requests: tuple[Request, ...]
     ask: GenerationRequest
     echoes: tuple[str, ...] = ()
+    leased: list[str] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -99,8 +101,8 @@ class Service:
 
     def client_left(self, call: TokenizedRequest) -> None:
         """Drop the cache of a prefill request whose client has left: nobody knows the reference to it."""
-        if call.ask.role.kind == "prefill":
-            self.transfer.abort(call.requests[0].request_id)
+        for request_id in call.leased:
+            self.transfer.abort(request_id)
 
     async def call(self, request_id: str, ask: GenerationRequest) -> TokenizedRequest:
         """Tokenise the prompts. Raises RequestError, PromptTooLongError."""
@@ -165,6 +167,7 @@ class Service:
             prompt = call.prompt(prefilled.num_tokens)
             first = prefilled.first.to_send()
             reference = await self.transfer.offer(request_id, prefilled.block_tables, prompt, first)
+            call.leased.append(request_id)
             undo.pop_all()
         return self._prefilled(call, prefilled.first, reference)
 
@@ -176,6 +179,7 @@ class Service:
             undo.callback(self.engine.release, request_id)
             prompt = call.prompt(len(call.requests[0].prompt))
             reference = await self.transfer.promise(request_id, prompt, call.ask.role.room)
+            call.leased.append(request_id)
             undo.pop_all()
         with ExitStack() as undo:
             undo.callback(self.transfer.abort, request_id)

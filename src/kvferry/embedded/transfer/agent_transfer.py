@@ -29,7 +29,7 @@ from kvferry import (
 )
 from kvferry.connectors.jobs import BlockTables
 from kvferry.embedded.engine.records import Grown
-from kvferry.errors import TransferError
+from kvferry.errors import FerryError, TransferError
 from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, room_names, to_params
 
 logger = logging.getLogger(__name__)
@@ -166,9 +166,10 @@ class AgentTransfer:
         try:
             # Nothing of every group: should the source grant it before it hears of the end, that moves nothing.
             wanted = _wanted(request_id, await self._remote(params), self._nowhere, UNKNOWN_PROMPT)
-        except TransferError:
+            self.agent.fetch(wanted)
+        except FerryError as error:
+            logger.info("the cache of request %s was not declined: %s", request_id, error)
             return
-        self.agent.fetch(wanted)
         self.agent.abort(request_id)
 
     async def _remote(self, params: object) -> RemoteCache:
