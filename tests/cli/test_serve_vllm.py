@@ -114,6 +114,11 @@ def test_the_buffer_device_is_vllms_own_key_and_its_own_unless_chosen():
     assert told == [None, "cpu"]
 
 
+def test_staging_memory_may_lie_on_the_device():
+    command = vllm_command(options(transfer=TransferOptions(staging_memory="device")), 1)
+    assert transfer_of(command)["staging_memory"] == "device"
+
+
 @pytest.mark.parametrize("option", ["--device", "--num-blocks", "--max-batch-tokens", "--heartbeat"])
 def test_what_vllm_has_no_place_for_is_not_passed_over(option, monkeypatch):
     monkeypatch.setattr("kvferry.cli.engine_choice.check_installed", lambda engine: None)

@@ -203,7 +203,7 @@ def test_resume_needs_a_reservation_and_a_token_to_compute(loop: Loop, source: E
         for num_received in (-1, 10):
             with pytest.raises(RequestError, match="last token"):
                 await collect(source.resume("d", num_received))
-        with pytest.raises(RequestError, match="twice"):
+        with pytest.raises(RequestError, match="in use"):
             await source.reserve(request("d", 10))
         source.release("d")
 
@@ -268,6 +268,7 @@ def test_closing_ends_open_requests(loop: Loop, model_path: Path) -> None:
         ({"device": "meta"}, "unknown device; found: meta"),
         ({"device": "cuda", "layer_wise": True}, "layers cannot be sent one by one from this device"),
         ({"buffer_device": "cuda"}, "cannot use this buffer device"),
+        ({"staging_memory": "device"}, "staging memory can only lie on a device whose memory is registered"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(model_path: Path, change: dict[str, object], words: str) -> None:

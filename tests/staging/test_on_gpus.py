@@ -38,9 +38,9 @@ def test_every_way_between_device_memories_moves_every_byte():
     assert len(row["last"]) == 10
 
 
-@pytest.mark.parametrize("buffer_device", ["auto", "cpu"])
-def test_engines_that_compute_on_it_answer_as_one_does(buffer_device):
+@pytest.mark.parametrize(("buffer_device", "staging_memory"), [("auto", "host"), ("auto", "device"), ("cpu", "host")])
+def test_engines_that_compute_on_it_answer_as_one_does(buffer_device, staging_memory):
     blocks = ["--prefill-block-tokens", "16", "--decode-block-tokens", "32"]
-    where = ["--device", "cuda", "--buffer-device", buffer_device]
+    where = ["--device", "cuda", "--buffer-device", buffer_device, "--staging-memory", staging_memory]
     told = told_by("-m", "kvferry", "up", "--once", "a ferry crosses a river", "--json", *where, *blocks)
     assert told["equal"] is True

@@ -60,16 +60,20 @@ class TransferOptions:
     buffer_device: Annotated[
         str, moving(help="Device whose memory transports register: the one that computes (auto), or cpu.")
     ] = "auto"
+    staging_memory: Annotated[
+        str, moving(help="Where staging memory lies: host, or device where the buffer device is that.")
+    ] = "host"
 
     def check(self) -> None:
         """Raises ConfigurationError."""
-        from kvferry.options import digest_policy_named, direction_named
+        from kvferry.options import digest_policy_named, direction_named, staging_memory_named
         from kvferry.session.target.read_strategy import allowed_by
         from kvferry.transport.registry import check_name
 
         check_name(self.transport)
         digest_policy_named(self.digest)
         direction_named(self.transfer_direction)
+        staging_memory_named(self.staging_memory)
         allowed_by(self.strategy)
 
 

@@ -19,7 +19,8 @@ class Settings:
     `model` is a folder or a name on the Hugging Face hub; `dtype` is a torch name such as `float32`, or `auto`. A step
     takes at least what `step_cost` says: real tokens as fast as another model. With `layer_wise` jobs that tell
     their progress do so after every layer, else after every step. `device` is what torch calls the one that computes;
-    transports register the memory of `buffer_device`: the same (`auto`), or `cpu`.
+    transports register the memory of `buffer_device`: the same (`auto`), or `cpu`. `staging_memory` is `host` or
+    `device`.
     """
 
     model: str
@@ -32,6 +33,7 @@ class Settings:
     layer_wise: bool = False
     device: str = "cpu"
     buffer_device: str = "auto"
+    staging_memory: str = "host"
 
 
 @dataclass(frozen=True, slots=True)

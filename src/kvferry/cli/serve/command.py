@@ -158,6 +158,7 @@ def _serve_embedded(options: ServeOptions) -> int:
         layer_wise=options.layer_wise,
         device=options.device,
         buffer_device=options.transfer.buffer_device,
+        staging_memory=options.transfer.staging_memory,
     )
     embedded.serve(replace(options, served_name=options.served_name or name), settings, agent, access)
     return 0

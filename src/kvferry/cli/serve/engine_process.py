@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -67,7 +68,7 @@ async def _run(options: ServeOptions, engine: EngineProcess) -> int:
     ends = [process.wait(), told.wait(), *([http.stdin_closed()] if options.as_child else [])]
     ending = asyncio.create_task(_first(ends))
     try:
-        await _ready(engine, process, ending)
+        await _ready(engine, process, ending, is_child=options.as_child)
         if not ending.done():
             _announce(options, engine)
             async with joined(options.join, engine.url, token):
@@ -103,9 +104,10 @@ async def _first(ends: Iterable[Coroutine[Any, Any, object]]) -> None:
             task.cancel()
 
 
-async def _ready(engine: EngineProcess, process: Process, ending: asyncio.Task[None]) -> None:
+async def _ready(engine: EngineProcess, process: Process, ending: asyncio.Task[None], *, is_child: bool) -> None:
     """Returns when the server answers, or when we were told to end. Raises ConfigurationError when it has ended."""
-    deadline = time.monotonic() + READY_S
+    # Whoever has started us as a child waits as long as it likes: for a download, an hour.
+    deadline = math.inf if is_child else time.monotonic() + READY_S
     while True:
         asking = asyncio.create_task(asyncio.to_thread(_is_healthy, engine.url + engine.ready_path))
         await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)

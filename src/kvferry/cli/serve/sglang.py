@@ -95,6 +95,7 @@ def settings_of(options: ServeOptions) -> Settings:
         "host": options.transfer_host,
         "token_file": options.token_file,
         "staging_bytes": options.staging_mib << 20,
+        "staging_memory": transfer.staging_memory,
         "lease_s": options.lease_timeout,
     }
     defaults = Settings()

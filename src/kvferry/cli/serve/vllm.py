@@ -16,7 +16,13 @@ from kvferry.cli.server import listening
 # What our router asks of an engine, on vLLM's own server.
 MIDDLEWARE = "kvferry.connectors.vllm_middleware.FerryMiddleware"
 # What the connector does if it is not told.
-DEFAULTS = {"digest": "sampled", "strategy": "auto", "transfer_direction": "auto", "host": HERE}
+DEFAULTS = {
+    "digest": "sampled",
+    "strategy": "auto",
+    "transfer_direction": "auto",
+    "host": HERE,
+    "staging_memory": "host",
+}
 EXTENSION = "kvferry.connectors.vllm.extension.Extension"
 # What a first try runs into: two servers, each of which wants nearly all of one machine's memory.
 HINT = "see its output above; if memory ran out, limit each server: -- --kv-cache-memory-bytes 1073741824"
@@ -44,6 +50,7 @@ def vllm_command(options: ServeOptions, port: int) -> list[str]:
         "digest": transfer.digest,
         "strategy": transfer.strategy,
         "staging_bytes": options.staging_mib << 20,
+        "staging_memory": transfer.staging_memory,
         "transfer_direction": transfer.transfer_direction,
         "layer_wise": options.layer_wise,
         "host": options.transfer_host,

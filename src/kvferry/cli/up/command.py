@@ -26,7 +26,9 @@ class UpOptions:
     prefill: Annotated[int, common(min=1, help="Number of prefill engines.")] = 1
     decode: Annotated[int, common(min=1, help="Number of decode engines.")] = 1
     transfer: TransferOptions = field(default_factory=TransferOptions)
-    once: Annotated[str | None, common(help="Answer this prompt and exit, with code 0 if the proof holds.")] = None
+    once: Annotated[str | None, common(help="Answer this prompt and exit, with code 1 if the proof does not hold.")] = (
+        None
+    )
     max_tokens: Annotated[int, common(min=1, help="Length of the answer in tokens.")] = 32
     temperature: Annotated[
         float, output(min=0, max=2, help="Draw the answer's tokens at this temperature; 0 takes the likeliest.")

@@ -65,7 +65,9 @@ class FerryManager(BaseKVManager):
         heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
         pool = queue.token_to_kv_pool
         layout, memories = describe(pool, RankFacts(parallel.tp_rank, parallel.tp_size, heads))
-        device = cache_device(torch.device(pool.device), pool.device, staging_memory_named(settings.staging_memory))
+        # SGLang calls the device of any rank `cuda`.
+        kind, number = torch.device(pool.device).type, layout.regions[0].device
+        device = cache_device(torch.device(kind, number), kind, staging_memory_named(settings.staging_memory))
         self.milestone = device.milestone
         ranks = Ranks(parallel.tp_size, parallel.tp_rank, parallel.attn_tp_group.cpu_group)
         port = server_args.disaggregation_bootstrap_port if is_prefill else 0

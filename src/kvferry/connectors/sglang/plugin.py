@@ -1,4 +1,4 @@
-"""All that touches SGLang's inside: the choice `kvferry`, and which request or queue a new object belongs to.
+"""What makes SGLang know the backend: the choice `kvferry`, and which request or queue a new object belongs to.
 
 SGLang has no registry of transfer backends. What is needed of it is checked first, because SGLang swallows what a
 plug-in raises, and would say only that `kvferry` is no valid choice.

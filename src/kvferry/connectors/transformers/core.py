@@ -25,6 +25,7 @@ from kvferry.connectors.transformers.simulated_step_time import SimulatedStepTim
 from kvferry.devices import CacheDevice, cache_device
 from kvferry.errors import ConfigurationError
 from kvferry.layout import Layout
+from kvferry.options import staging_memory_named
 
 MIN_BLOCK_TOKENS = 4  # transformers refuses smaller pages
 STOP_WITHIN_S = 30.0
@@ -204,7 +205,8 @@ def _device(settings: Settings) -> CacheDevice:
             expected="a device that torch has",
             hint="a build of torch for it and its driver; `kvferry doctor` lists devices",
         )
-    return cache_device(device, device.type if settings.buffer_device == "auto" else settings.buffer_device)
+    buffer_device = device.type if settings.buffer_device == "auto" else settings.buffer_device
+    return cache_device(device, buffer_device, staging_memory_named(settings.staging_memory))
 
 
 def _load(settings: Settings, device: torch.device) -> tuple[Any, Any]:
@@ -248,7 +250,7 @@ def _manager(model: Any, settings: Settings, loop_state: LoopState) -> Any:
         manager.output_router = EventRouter(loop_state)
         SCHEDULER_MAPPING["kvferry"] = partial(FerryScheduler, loop_state)
         manager.batch_processor = manager._create_batch_processor()
-    except (ValueError, MemoryError) as error:
+    except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
         raise ConfigurationError(
             f"the engine cannot make a cache for {settings.model!r}",
             found=str(error),
