@@ -141,7 +141,7 @@ class NoTransfer:
     failure = ""
     peers = ()
 
-    async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
+    async def offer(self, *_: object) -> dict[str, object]:
         raise TransferError("no_transfer", "this engine is not connected to other engines")
 
     def abort(self, request_id: str) -> None:
