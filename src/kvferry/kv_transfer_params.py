@@ -93,7 +93,8 @@ class _RoomParams(msgspec.Struct, frozen=True):
 
 
 def room_names(room: int) -> tuple[str, str]:
-    """What agents call the request of a room, and its lease. A room opens nothing: whoever reads names the prompt."""
+    """What agents call the request of a room, and its lease. A room opens nothing: whoever reads names the prompt. But
+    whoever knows it can end it, so rooms are drawn at random."""
     return f"room-{room}", f"sglang-room-{room}"
 
 

@@ -1,4 +1,7 @@
-"""What an engine brings to its agent: where every element of its cache lies, and how to get at it."""
+"""What an engine brings to its agent: where every element of its cache lies, and how to get at it.
+
+For a cache on an accelerator, `kvferry.devices` makes what is here.
+"""
 
 from __future__ import annotations
 

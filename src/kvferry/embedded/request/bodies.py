@@ -1,6 +1,7 @@
 """The bodies that the embedded engine reads: every honoured field with its type and its range.
 
-The names and defaults are vLLM's; null is the default. `support` has the fields that are not honoured.
+The names and defaults are vLLM's; null is the default. `support` has the fields that are not honoured, `parse`
+what a request asks for with those that are.
 """
 
 from __future__ import annotations

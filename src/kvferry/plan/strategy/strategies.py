@@ -22,7 +22,7 @@ from kvferry.plan.programs.program import RegionStarts
 class Strategy(StrEnum):
     """How rows move, the simplest way first. `staged` has the rows of each stage, `cost_model` what they cost, and
     `kvferry.session.target.read_strategy` says when each is allowed; whoever carries a transfer out asks for the
-    properties, not for a name."""
+    properties, not for a name. The name is said to sources, so a new one is a new wire version."""
 
     DIRECT = "direct"
     SCATTER = "scatter"

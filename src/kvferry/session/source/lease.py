@@ -126,7 +126,7 @@ class Lease:
 
     def serves(self, party: Party) -> bool:
         """Whether this reader may count on the lease: it keeps it alive, or needs it no more. Before any claim, whoever
-        knows its unguessable id may."""
+        knows its id may: that is drawn at random, as is the room that it is made of in a room."""
         return party in self.completed or (self.live and (not self.claims or party in self.claims))
 
     def claim(self, claim: Claim) -> None:

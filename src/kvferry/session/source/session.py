@@ -276,7 +276,7 @@ class SourceSession:
         return [Reply(peer, m.Renewed(tuple(gone)))]
 
     def _abort(self, peer: str, abort: m.Abort, now: float) -> list[Command]:
-        """Only a lease's own claim ends it; before any claim, whoever knows its unguessable id.
+        """Only a lease's own claim ends it; before any claim, whoever knows its id, which is random.
 
         It is acknowledged when nothing is written for it any more and nothing ever will be.
         """

@@ -1,4 +1,7 @@
-"""How a read's bytes move: directly into their blocks or through staging memory, and who moves them."""
+"""How a read's bytes move: directly into their blocks or through staging memory, and who moves them.
+
+The cheapest of the strategies that are allowed; prices come with a peer, from `kvferry.agent.transports.costs`.
+"""
 
 from __future__ import annotations
 
