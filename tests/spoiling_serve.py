@@ -25,8 +25,9 @@ begin, offer, landed, complete = (
 )
 
 
-def begin_with_memory(self, config, layout, memory, release):
-    begin(self, config, layout, memory, release)
+def begin_with_memory(self, config, cache, release):
+    begin(self, config, cache, release)
+    (memory,) = cache.memories
     with mmap.mmap(os.dup(memory.shared_fd), memory.size_bytes) as mapping:
         self.noise = np.random.default_rng(1).standard_normal(len(mapping) // 4, np.float32).tobytes()
     self.fd = os.dup(memory.shared_fd)
