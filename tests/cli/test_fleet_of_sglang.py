@@ -1,5 +1,6 @@
 """`kvferry up --engine sglang`: what is started, and what is said where nobody can answer alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,10 @@ def test_an_answer_that_nobody_could_compare_is_not_called_equal(alone, equal, v
     assert verdict in output.get()
     assert "40 received, 0 computed here" in output.get()
     assert "bytes moved" not in output.get()
+
+
+def test_no_answer_at_all_is_a_failure_with_nothing_to_compare_it_with():
+    assert job._facts(replace(ANSWER, token_ids=()), None)["equal"] is False
 
 
 @pytest.mark.parametrize(("temperature", "model"), [(0.5, "tiny"), (0.0, "another")])

@@ -107,13 +107,10 @@ def test_what_is_chosen_becomes_settings_of_the_backend():
     assert settings_of(OPTIONS) == Settings("e-1")
 
 
-def test_settings_in_the_environment_count_unless_an_option_says_otherwise(monkeypatch):
-    monkeypatch.setenv(VARIABLE, json.dumps({"staging_memory": "device", "transport": "tcp", "lease_s": 7}))
-    assert settings_of(OPTIONS) == Settings("e-1", transport="tcp", staging_memory="device", lease_s=7)
-    assert settings_of(replace(OPTIONS, transfer=TransferOptions("nixl"))).transport == "nixl"
-    monkeypatch.setenv(VARIABLE, json.dumps({"stagin_memory": "device"}))
-    with pytest.raises(ConfigurationError, match="stagin_memory"):
-        settings_of(OPTIONS)
+def test_settings_that_no_option_has_said_are_refused(installed, monkeypatch):
+    """Else an option that says the default, such as that bytes are compared, would not count."""
+    monkeypatch.setenv(VARIABLE, '{"digest": "off"}')
+    assert f"hint: unset {VARIABLE}" in told("--role", "decode", "--digest", "sampled")
 
 
 def test_the_key_is_on_no_command_line_and_there_is_one():

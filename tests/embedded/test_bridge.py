@@ -131,9 +131,18 @@ def test_parameters_that_make_no_sense_free_the_blocks():
     with_two_sides(scenario)
 
 
-def test_a_caller_that_goes_away_frees_its_blocks():
+async def offered(source):
+    return await source.transfer.offer("r1", ((1, 3),), prompt(7))
+
+
+async def in_a_room(source):
+    return in_room(source)
+
+
+@pytest.mark.parametrize("ask", [offered, in_a_room])
+def test_a_caller_that_goes_away_frees_its_blocks(ask):
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
+        params = await ask(source)
         await source.transfer.close()
         fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
         await asyncio.sleep(0)
@@ -427,20 +436,6 @@ def test_a_room_is_for_one_request_at_a_time():
     with_two_sides(scenario)
 
 
-def test_a_caller_that_goes_away_while_a_room_is_looked_up_frees_its_blocks():
-    async def scenario(source, target):
-        params = in_room(source)
-        await source.transfer.close()
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
-        await asyncio.sleep(0)
-        fetch.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fetch
-        assert await target.freed() == "q1"
-
-    with_two_sides(scenario)
-
-
 def test_a_room_where_nobody_listens_is_an_error():
     async def scenario(source, target):
         params = in_room(source)
@@ -448,6 +443,24 @@ def test_a_room_where_nobody_listens_is_an_error():
         with pytest.raises(TransferError, match="has said who it is"):
             await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
         assert await target.freed() == "q1"
+
+    with_two_sides(scenario)
+
+
+def test_a_cache_that_cannot_be_declined_is_no_error_of_anybody(caplog, monkeypatch):
+    """The agent may refuse: the source then waits for its lease to end."""
+
+    def refuse(wanted):
+        raise RequestError("a request with this name is under way", found=wanted.request_id)
+
+    async def scenario(source, target):
+        params = await offered(source)
+        monkeypatch.setattr(target.transfer.agent, "fetch", refuse)
+        with caplog.at_level("INFO", "kvferry.embedded.transfer"):
+            target.transfer.decline("never", params)
+            (declining,) = target.transfer._declining
+            await declining
+        assert "request never was not declined: a request with this name is under way" in caplog.text
 
     with_two_sides(scenario)
 

@@ -11,6 +11,7 @@ import torch
 from embedded_loopback import move
 from embedded_support import Loop, collect, expect_empty, ids_of, request
 from transformers import AutoModelForCausalLM
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from kvferry.connectors.jobs import Settings
 from kvferry.embedded.engine.async_engine import Engine
@@ -274,3 +275,21 @@ def test_closing_ends_open_requests(loop: Loop, model_path: Path) -> None:
 def test_settings_that_cannot_work_are_refused(model_path: Path, change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         Engine(replace(Settings(str(model_path)), **change))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "words"),
+    [
+        (torch.nn.Module, "to", "does not fit on the device; .*; hint: a device with more free memory"),
+        (ContinuousBatchingManager, "_create_batch_processor", "cannot make a cache .* hint: a smaller cache"),
+    ],
+)
+def test_a_device_that_is_full_is_named_with_what_to_do(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, words: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(ConfigurationError, match=words):
+        Engine(Settings(str(model_path)))

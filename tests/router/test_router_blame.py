@@ -20,6 +20,7 @@ from router_harness import (
     prefilling,
     resetting,
 )
+from sglang_stubs import Rooms, sglang_decode, sglang_prefill
 
 from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
@@ -117,6 +118,19 @@ def test_long_answers_take_no_decode_out():
             replies = await asyncio.gather(*(c.complete(ODD) for _ in range(MANY)))
             assert {reply.status for reply in replies} == {504}
             assert set((await breakers(c)).values()) == {"closed"}
+
+    asyncio.run(main())
+
+
+def test_a_prefill_whose_cache_is_not_read_in_time_is_not_taken_out():
+    """In a room it answers when decode has read its cache."""
+
+    async def main():
+        p, d = sglang_prefill(Rooms(), hanging), sglang_decode(Rooms(), hanging)
+        async with cluster([p], [d], prefill_timeout_s=0.05, decode_timeout_s=0.05) as c:
+            replies = await asyncio.gather(*(c.complete(PLAIN) for _ in range(MANY)))
+            assert all(reply.status >= 500 for reply in replies)
+            assert (await breakers(c))[p.url] == "closed"
 
     asyncio.run(main())
 

@@ -1,7 +1,9 @@
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+from simulator import many
 from simulator.__main__ import main
 from simulator.defects.defect import DEFECTS
 from simulator.faults import Faults
@@ -32,6 +34,18 @@ def test_nothing_is_wrong_whatever_goes_wrong():
 def test_a_planted_defect_is_found(name):
     begin = BEGIN_AT.get(name, 0)
     assert first_violation(DEFECTS[name], range(begin, begin + MAX_DEFECT_RUNS))
+
+
+def test_the_search_for_a_planted_defect_ends_with_the_first_run_that_finds_it(monkeypatch):
+    played = []
+
+    def play(seed, defect):
+        played.append(seed)
+        return simulate(0) if seed < 3 else replace(simulate(0), violation="found")
+
+    monkeypatch.setattr(many, "simulate", play)
+    assert [outcome.violation for outcome in first_violation(DEFECTS["uncounted"], range(9))] == ["found"]
+    assert played == [0, 1, 2, 3]
 
 
 def test_a_byte_that_is_spoiled_on_the_way_is_found_by_a_full_digest():

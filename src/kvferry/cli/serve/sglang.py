@@ -16,7 +16,7 @@ from kvferry.cli.serve.command import ServeOptions
 from kvferry.cli.serve.engine_process import EngineProcess, key_in, serve_engine
 from kvferry.cli.server import listening
 from kvferry.connectors.sglang.plugin import NAME
-from kvferry.connectors.sglang.settings import VARIABLE, Settings, settings_from
+from kvferry.connectors.sglang.settings import VARIABLE, Settings
 from kvferry.errors import ConfigurationError
 from kvferry.http.registration import Side
 
@@ -46,6 +46,9 @@ def check(options: ServeOptions) -> Side:
     if role is Side.DECODE and options.transfer_port:
         what, expected = "nobody asks a decode server of SGLang for a cache", "--transfer-port with --role prefill only"
         raise ConfigurationError(what, found=f"--transfer-port {options.transfer_port}", expected=expected)
+    if VARIABLE in os.environ:
+        what, expected = f"{VARIABLE} is for servers that are started without kvferry", "options of kvferry serve"
+        raise ConfigurationError(what, found=os.environ[VARIABLE], expected=expected, hint=f"unset {VARIABLE}")
     _check_arguments(options.arguments)
     return role
 
@@ -83,8 +86,7 @@ def sglang_command(options: ServeOptions, role: Side) -> list[str]:
 
 
 def settings_of(options: ServeOptions) -> Settings:
-    """What our backend is told: what is chosen, on top of the settings in the environment. Raises ConfigurationError
-    where those cannot be read."""
+    """What our backend is told. An option that is 0 or empty is left to its own default."""
     transfer = options.transfer
     chosen = {
         "transport": transfer.transport,
@@ -98,13 +100,11 @@ def settings_of(options: ServeOptions) -> Settings:
         "staging_memory": transfer.staging_memory,
         "lease_s": options.lease_timeout,
     }
-    defaults = Settings()
-    changed = {name: value for name, value in chosen.items() if value and value != getattr(defaults, name)}
-    return msgspec.structs.replace(settings_from(os.environ), **changed)
+    return msgspec.structs.replace(Settings(), **{name: value for name, value in chosen.items() if value})
 
 
 def sglang_environment(options: ServeOptions) -> dict[str, str]:
-    """Our settings, and a key. Raises ConfigurationError for several keys, and for settings that cannot be read."""
+    """Our settings, and a key. Raises ConfigurationError for several keys."""
     settings = msgspec.json.encode(settings_of(options)).decode()
     return {**os.environ, VARIABLE: settings, **key_in(environment.API_KEY, options, "SGLang")}
 

@@ -200,7 +200,7 @@ def _facts(answer: Answer, alone: tuple[int, ...] | None) -> dict[str, Any]:
     report = answer.report
     wire_s = report.get("phases_s", {}).get("wire", 0.0)
     return {
-        "equal": None if alone is None else answer.token_ids == alone and bool(answer.token_ids),
+        "equal": None if alone is None and answer.token_ids else answer.token_ids == alone and bool(alone),
         "text": answer.text,
         "token_ids": list(answer.token_ids),
         "expected_token_ids": list(alone or ()),

@@ -216,6 +216,12 @@ def _load(settings: Settings, device: torch.device) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype, attn_implementation="sdpa")
         model = model.to(device)
         return model.eval(), AutoTokenizer.from_pretrained(settings.model)
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"the model {settings.model!r} does not fit on the device",
+            found=_first_sentence(str(error)),
+            hint="a device with more free memory, or a smaller model",
+        ) from None
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(
             f"cannot load the model {settings.model!r}",
