@@ -24,8 +24,8 @@ SHARING_S = 1e-3
 COPYING = ("cma", "knem", "posix", "shm", "sysv", "xpmem")
 # What copies rows with the loops of gathers and scatters, so that a row costs as much in each of them.
 STRIDED = "shm"
-# A self-test moves host memory. A row of device memory takes this long over cuda_ipc, whatever its length up to some
-# hundred KiB, and a gather is no copy of the host's: measured on an H200 (benchmarks/device_pair.py).
+# A self-test moves host memory. A row of device memory takes this long over cuda_ipc, with 1.5 KiB as with 24, and each
+# slot of a packed read this long beside its bytes: both fitted on an H200 (benchmarks/device_pair.py).
 DEVICE_ROW_S = 5.7e-6
 DEVICE_SLOT_S = 1e-3
 # Halves are of use only where they take about as long.
