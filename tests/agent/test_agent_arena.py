@@ -107,7 +107,7 @@ def make_rank(monkeypatch):
             return wrap(each)
 
         opened = open_transports(transport)
-        engine_cache = Cache((layout,), (cache.memory,), device_mover, arena)
+        engine_cache = Cache((layout,), (cache.memory,), device_mover, arena, DEVICE, DEVICE)
         policy = StagingPolicy((strategy,), 5 * MODEL.bytes_per_token)
         config = AgentConfig(
             name,
@@ -129,6 +129,11 @@ def make_rank(monkeypatch):
         rank.agent.close()
         rank.memory.buffers.clear()
         rank.cache.close(may_be_written=False)
+
+
+def test_prices_are_those_of_the_memory_that_is_registered(make_rank):
+    rank = make_rank("p0", Strategy.PACK)
+    assert rank.agent._event_loop.transports._context.buffer_device == DEVICE
 
 
 @pytest.mark.parametrize("strategy", Strategy)

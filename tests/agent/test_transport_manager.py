@@ -5,6 +5,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.agent.memory.peer_slots import PeerSlots
+from kvferry.agent.transports.costs import DEVICE_SLOT_S
 from kvferry.agent.transports.manager import TransportManager
 from kvferry.errors import TransportError
 from kvferry.plan.description.describe import EngineShape, describe
@@ -264,6 +265,16 @@ def test_a_transport_that_cannot_take_the_memory_is_not_offered():
         "nixl": "cannot register",
         "shm": "other host",
     }
+
+
+@pytest.mark.parametrize("buffer_device", ["cpu", "cuda"])
+def test_a_row_costs_what_the_registered_memory_makes_of_it(buffer_device):
+    context = LocalContext("this host", buffer_device=buffer_device)
+    manager = TransportManager("auto", [Scripted("shm")], {}, TESTS_S, context)
+    offered = offer("shm")
+    manager.connect(PEER, structs.replace(offered, probe=structs.replace(offered.probe, host="this host")))
+    (event,) = outcomes(manager)
+    assert (event.costs.launch_s == DEVICE_SLOT_S) == (buffer_device == "cuda")
 
 
 def test_a_slow_way_between_engines_of_one_host_is_told_by_log_and_counter(caplog):
