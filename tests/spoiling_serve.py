@@ -14,6 +14,7 @@ import numpy as np
 
 from kvferry.cli.main import main
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
+from kvferry.session.refusals import refuse
 from kvferry.session.source.completed_reads import CompletedReads
 
 way = Path(sys.argv.pop(1))
@@ -42,7 +43,8 @@ async def offer_noise(self, *arguments):
 def land(self, peer, message, now):
     lease = self._leases.get(message.lease_id)
     if way.read_text() == "revoked" and lease is not None and lease.live:
-        return [*self._leases.end(lease, "withdraw", "withdrawn", now), *landed(self, peer, message, now)]
+        ended = self._leases.end(lease, "withdraw", "withdrawn", now)
+        return [*ended, *refuse(peer, lease.ended_error, message.claim_id)]
     return landed(self, peer, message, now)
 
 

@@ -51,10 +51,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
         assert select.select([process.stdout], [], [], READY_S)[0], (folder / "log").read_text()[-2000:]
         yield Source(json.loads(process.stdout.readline())["url"], way)
     finally:
-        process.terminate()
-        process.wait(STOP_S)
-        for pipe in (process.stdin, process.stdout):
-            pipe.close()
+        with process:
+            process.terminate()
+            try:
+                # At once: it would wait longer for a lease that is still live.
+                process.wait(STOP_S)
+            finally:
+                process.kill()
 
 
 def question_of(seed: int) -> Question:
