@@ -157,6 +157,20 @@ MODELS: dict[str, TinyModel] = {
         {**GROUPED, "num_hidden_layers": 6, "sliding_window": 192, "sliding_window_pattern": 3},
         config_name="Gemma3TextConfig",
     ),
+    # SGLang keeps its windows in a part of the cache of their own.
+    "mellum": TinyModel(
+        "Mellum",
+        {
+            **GROUPED,
+            "num_hidden_layers": 6,
+            "sliding_window": 192,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense"] * 6,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 64,
+        },
+    ),
     "deepseek_v2": TinyModel(
         "DeepseekV2",
         {**LATENT, "q_lora_rank": None, "topk_method": "greedy"},

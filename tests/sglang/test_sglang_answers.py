@@ -15,6 +15,7 @@ SPECS = [
     PairSpec("llama", SideSpec(64, tp=2), SideSpec(16)),
     PairSpec("qwen3", SideSpec(16), SideSpec(16, tp=2)),
     PairSpec("llama", SideSpec(16, tp=2), SideSpec(16, tp=2)),
+    PairSpec("mellum", SideSpec(16, flags=CHUNKED), SideSpec(64)),
 ]
 every_pair = pytest.mark.parametrize("spec", SPECS, ids=str)
 

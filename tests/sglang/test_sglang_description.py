@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kvferry.layout import Layout
 
 NUM_PAGES, NUM_LAYERS, NUM_HEADS, HEAD_DIM, LATENT_DIM = 6, 3, 4, 8, 24
 TABLE = (3, 1, 4)
+NOWHERE = 2 * NUM_PAGES + 1
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +57,16 @@ def latent_pool(pools, page_size):
     )
 
 
-def described(pool, rank=0, ranks=1, num_heads=NUM_HEADS) -> Layout:
-    from kvferry.connectors.sglang.description import RankFacts, describe
+def described(pool, rank=0, ranks=1, num_heads=NUM_HEADS, **more):
+    from kvferry.connectors.sglang.description.describe import RankFacts, describe
 
-    layout, memories = describe(pool, RankFacts(rank, ranks, num_heads))
-    assert [(m.address, m.size_bytes) for m in memories] == [(r.address, r.size_bytes) for r in layout.regions]
+    return describe(pool, RankFacts(rank, ranks, num_heads, **more))
+
+
+def layout_of(pool, rank=0, ranks=1, num_heads=NUM_HEADS, **more) -> Layout:
+    found = described(pool, rank, ranks, num_heads, **more)
+    layout = found.layout
+    assert [(m.address, m.size_bytes) for m in found.memories] == [(r.address, r.size_bytes) for r in layout.regions]
     return layout
 
 
@@ -86,7 +93,7 @@ def slot_of(token: int, page_size: int) -> int:
 def test_keys_and_values_lie_where_sglang_looks_for_them(sglang_pools, dtype, page_size, rank, ranks):
     local = max(1, NUM_HEADS // ranks)
     pool = attention_pool(sglang_pools, page_size, local, dtype)
-    layout = described(pool, rank, ranks)
+    layout = layout_of(pool, rank, ranks)
     first = rank * NUM_HEADS // ranks
     assert [state.name for state in layout.states[:2]] == ["model.layers.0.k", "model.layers.0.v"]
     for layer in range(NUM_LAYERS):
@@ -100,7 +107,7 @@ def test_keys_and_values_lie_where_sglang_looks_for_them(sglang_pools, dtype, pa
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_latent_rows_are_the_same_on_every_rank(sglang_pools, page_size):
     pool = latent_pool(sglang_pools, page_size)
-    layout = described(pool, rank=1, ranks=2)
+    layout = layout_of(pool, rank=1, ranks=2)
     for layer in range(NUM_LAYERS):
         for token in range(len(TABLE) * page_size):
             expected = pool.kv_buffer[layer][slot_of(token, page_size)].data_ptr()
@@ -111,7 +118,7 @@ def test_latent_rows_are_the_same_on_every_rank(sglang_pools, page_size):
 def test_pages_are_those_that_sglang_registers(sglang_pools):
     """Its own backends find page `p` of a buffer at `ptr + p * item_len`."""
     pool = attention_pool(sglang_pools, 16, NUM_HEADS, "float32")
-    layout = described(pool)
+    layout = layout_of(pool)
     pointers, lengths, item_lengths = pool.get_contiguous_buf_infos()
     places = [f"model.layers.{layer}.{kind}" for kind in "kv" for layer in range(NUM_LAYERS)]
     for state, pointer, length, item_length in zip(places, pointers, lengths, item_lengths, strict=True):
@@ -124,7 +131,7 @@ def test_bytes_written_through_sglang_are_found_by_the_description(sglang_pools)
     import torch
 
     pool = attention_pool(sglang_pools, 4, NUM_HEADS, "float32")
-    layout = described(pool)
+    layout = layout_of(pool)
     slots = torch.tensor([slot_of(token, 4) for token in range(12)])
     rows = torch.arange(12 * NUM_HEADS * HEAD_DIM, dtype=torch.float32).reshape(12, NUM_HEADS, HEAD_DIM)
     pool.get_key_buffer(1)[slots] = rows
@@ -145,12 +152,296 @@ class TestRefused:
         with pytest.raises(LayoutError, match="not divided evenly"):
             described(pool, rank=0, ranks=2)
 
-    @pytest.mark.parametrize(
-        ("state_types", "num_draft_entries", "words"),
-        [([SimpleNamespace(value="mamba")], 0, "states beside keys and values"), ([], 2, "draft model")],
-    )
-    def test_what_lies_beside_the_pool(self, state_types, num_draft_entries, words):
-        from kvferry.connectors.sglang.description import check_describable
+    def test_a_pool_in_which_sglang_keeps_more(self, sglang_pools):
+        pool = attention_pool(sglang_pools, 16, NUM_HEADS, "float32")
+        args = registered(pool)
+        described(pool).check_complete(args)
+        args.kv_data_ptrs.append(1)
+        with pytest.raises(LayoutError, match="more of a request than kvferry can move") as refused:
+            described(pool).check_complete(args)
+        assert refused.value.found == "keys and values"
 
-        with pytest.raises(LayoutError, match=words):
-            check_describable(SimpleNamespace(state_types=state_types, num_draft_entries=num_draft_entries))
+    @pytest.mark.parametrize("kind", ["mamba", "swa", "block_scale"])
+    def test_a_state_beside_the_pool(self, sglang_pools, kind):
+        pool = attention_pool(sglang_pools, 16, NUM_HEADS, "float32")
+        with pytest.raises(LayoutError, match="more of a request than kvferry can move") as refused:
+            described(pool).check_complete(registered(pool, (kind, [4096])))
+        assert refused.value.found == kind
+
+
+def registered(pool, *states):
+    """What SGLang's own backends are told of a pool."""
+    return SimpleNamespace(
+        kv_data_ptrs=list(pool.get_contiguous_buf_infos()[0]),
+        state_types=[SimpleNamespace(value=kind) for kind, _ in states],
+        state_data_ptrs=[list(addresses) for _, addresses in states],
+    )
+
+
+class TestWindows:
+    """A pool with a part for layers whose tokens see a window, which is addressed by pages of its own."""
+
+    FULL, WINDOW, WINDOW_TOKENS = (2, 5), (0, 1, 3, 4), 40
+
+    def pool(self, page_size=16, heads=NUM_HEADS, window_heads=NUM_HEADS):
+        import torch
+        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+        return SWAKVPool(
+            size=NUM_PAGES * page_size,
+            size_swa=2 * NUM_PAGES * page_size,
+            page_size=page_size,
+            dtype=torch.float32,
+            head_num=heads,
+            head_dim=HEAD_DIM,
+            swa_attention_layer_ids=list(self.WINDOW),
+            full_attention_layer_ids=list(self.FULL),
+            device="cpu",
+            swa_head_num=window_heads,
+        )
+
+    def described(self, pool, rank=0, ranks=1, window_heads=NUM_HEADS):
+        return described(pool, rank, ranks, num_window_heads=window_heads, window_tokens=self.WINDOW_TOKENS)
+
+    @pytest.mark.parametrize("page_size", [1, 16])
+    @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
+    def test_rows_lie_where_sglang_looks_for_them(self, page_size, rank, ranks):
+        pool = self.pool(page_size, NUM_HEADS // ranks, 2 * NUM_HEADS // ranks)
+        layout = self.described(pool, rank, ranks, 2 * NUM_HEADS).layout
+        for layer in range(6):
+            local = (2 * NUM_HEADS if layer in self.WINDOW else NUM_HEADS) // ranks
+            for kind, rows in (("k", pool.get_key_buffer(layer)), ("v", pool.get_value_buffer(layer))):
+                for token in range(len(TABLE) * page_size):
+                    expected = rows[slot_of(token, page_size), local - 1].data_ptr()
+                    head = rank * local + local - 1
+                    assert address_of(layout, f"model.layers.{layer}.{kind}", token, head) == expected
+
+    def test_layers_of_a_window_have_a_table_of_their_own(self):
+        layout = self.described(self.pool()).layout
+        assert [group.num_blocks for group in layout.groups] == [NUM_PAGES + 1, 2 * NUM_PAGES + 1]
+        windows = {state.name: state.window_tokens for state in layout.states}
+        groups = {placement.state: placement.group for placement in layout.placements}
+        for layer in range(6):
+            seen = (self.WINDOW_TOKENS, 1) if layer in self.WINDOW else (0, 0)
+            assert (windows[f"model.layers.{layer}.v"], groups[f"model.layers.{layer}.v"]) == seen
+
+    def test_it_is_all_that_sglang_registers(self):
+        pool = self.pool()
+        self.described(pool).check_complete(registered(pool, ("swa", pool.get_state_buf_infos()[0])))
+        with pytest.raises(LayoutError, match="more of a request"):
+            self.described(pool).check_complete(registered(pool))
+
+    def test_a_window_of_unknown_width_is_refused(self):
+        with pytest.raises(LayoutError, match="how many tokens its layers see"):
+            described(self.pool(), num_window_heads=NUM_HEADS)
+
+
+class TestIndexer:
+    """The keys of a sparse-attention indexer, and their scales behind them in the same page."""
+
+    def pool(self, kpool=1):
+        import torch
+        from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+        return DSATokenToKVPool(
+            size=NUM_PAGES * 64,
+            page_size=64 * kpool,
+            kv_lora_rank=LATENT_DIM - 8,
+            dtype=torch.bfloat16,
+            qk_rope_head_dim=8,
+            layer_num=NUM_LAYERS,
+            device="cpu",
+            index_head_dim=128,
+            index_buf_size=NUM_PAGES * 64,
+            enable_memory_saver=False,
+            kv_cache_dim=LATENT_DIM,
+            index_kpool=kpool,
+            skip_topk_layers=[False, True, False],
+        )
+
+    def test_keys_and_scales_lie_where_sglang_looks_for_them(self):
+        pool = self.pool()
+        layout = layout_of(pool)
+        for layer in (0, 2):
+            pages = pool.index_k_with_scale_buffer[layer]
+            for token in range(len(TABLE) * 64):
+                # As its own `IndexKeyCache.move` finds them.
+                page, slot = TABLE[token // 64], token % 64
+                keys = pages[:, : 64 * 128].view(pages.shape[0], 64, -1)
+                scales = pages[:, 64 * 128 :].view(pages.shape[0], 64, -1)
+                prefix = f"model.layers.{layer}.indexer"
+                assert address_of(layout, f"{prefix}.k", token, None) == keys[page, slot].data_ptr()
+                assert address_of(layout, f"{prefix}.scale", token, None) == scales[page, slot].data_ptr()
+        names = [state.name for state in layout.states]
+        assert not [name for name in names if name.startswith("model.layers.1.indexer")]
+
+    def test_they_have_the_pages_of_the_latents(self):
+        pool = self.pool()
+        found = described(pool)
+        assert len(found.layout.groups) == 1
+        found.check_complete(registered(pool, ("dsa", pool.get_state_buf_infos()[0])))
+
+    def test_a_key_for_several_tokens_is_refused(self):
+        with pytest.raises(LayoutError, match="not kept token by token"):
+            described(self.pool(kpool=2))
+
+
+class TestStates:
+    """States of fixed size: a slot of each layer's tensors for each request."""
+
+    LAYERS, SLOTS = (0, 1, 3), 5
+    MAMBA: ClassVar = {"intermediate_size": 64, "num_heads": 8, "head_dim": 8, "state_size": 4, "conv_kernel": 4}
+
+    def pool(self, shape):
+        import torch
+        from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType
+        from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
+
+        kinds = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+        states = MambaPool(
+            size=self.SLOTS,
+            spec_state_size=1,
+            cache_params=Mamba2CacheParams(shape=shape, layers=list(self.LAYERS), dtype=kinds),
+            mamba_layer_ids=list(self.LAYERS),
+            device="cpu",
+        )
+        return HybridLinearKVPool(
+            size=NUM_PAGES * 16,
+            dtype=torch.float32,
+            page_size=16,
+            head_num=NUM_HEADS,
+            head_dim=HEAD_DIM,
+            full_attention_layer_ids=[2],
+            device="cpu",
+            mamba_pool=states,
+        )
+
+    def mamba(self, ranks, groups, **more):
+        from sglang.srt.configs.mamba_utils import Mamba2StateShape
+
+        return Mamba2StateShape.create(tp_world_size=ranks, n_groups=groups, **self.MAMBA, **more)
+
+    def element(self, found, name, slot, index):
+        """The address of an element of a state, numbered over all ranks, by our description alone."""
+        layout = found.layout
+        placement = layout.placement_of()[name]
+        inside = zip(index, placement.spans, placement.strides, strict=True)
+        offset = placement.offset + slot * placement.block_stride
+        offset += sum((at - span.start) * stride for at, span, stride in inside)
+        return layout.regions[placement.region].address + offset
+
+    @pytest.mark.parametrize(("rank", "ranks", "groups"), [(0, 1, 2), (1, 2, 2), (1, 2, 1)])
+    def test_mambas_projections_and_states_lie_where_its_kernels_look(self, rank, ranks, groups):
+        pool = self.pool(self.mamba(ranks, groups))
+        found = described(pool, rank, ranks, num_heads=NUM_HEADS * ranks, num_state_groups=groups)
+        (conv,), temporal = pool.mamba_pool.mamba_cache.conv, pool.mamba_pool.mamba_cache.temporal
+        heads, x = 8 // ranks, 64 // ranks
+        b = max(1, groups // ranks) * 4
+        copies = ranks if groups > 1 else 1
+        for number, layer in enumerate(self.LAYERS):
+            prefix = f"model.layers.{layer}"
+            for name, first, size, parts in (("0", 0, x, ranks), ("1", x, b, copies), ("2", x + b, b, copies)):
+                start = rank * size if parts > 1 else 0
+                for channel in range(size):
+                    expected = conv[number, 3, first + channel, 2].data_ptr()
+                    assert self.element(found, f"{prefix}.conv.{name}", 3, (start + channel, 2)) == expected
+                extent = found.layout.state_named()[f"{prefix}.conv.{name}"].axes[0].extent
+                assert extent == size * parts
+            expected = temporal[number, 3, 1, 5, 2].data_ptr()
+            assert self.element(found, f"{prefix}.ssm", 3, (rank * heads + 1, 5, 2)) == expected
+
+    @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
+    def test_queries_keys_and_values_of_a_delta_net_are_divided_each_by_itself(self, rank, ranks):
+        from sglang.srt.configs.mamba_utils import Mamba2StateShape
+
+        blocks = [16, 16, 32]
+        shape = Mamba2StateShape.create(
+            tp_world_size=ranks,
+            intermediate_size=32,
+            n_groups=4,
+            num_heads=8,
+            head_dim=4,
+            state_size=4,
+            conv_kernel=4,
+            conv_shard_groups=blocks,
+        )
+        pool = self.pool(shape)
+        found = described(pool, rank, ranks, num_heads=NUM_HEADS * ranks)
+        (conv,), first = pool.mamba_pool.mamba_cache.conv, 0
+        for number, total in enumerate(blocks):
+            local = total // ranks
+            for channel in range(local):
+                expected = conv[2, 1, first + channel, 0].data_ptr()
+                name = f"model.layers.3.conv.{number}"
+                assert self.element(found, name, 1, (rank * local + channel, 0)) == expected
+            first += local
+
+    def test_it_is_all_that_sglang_registers(self):
+        pool = self.pool(self.mamba(1, 2))
+        found = described(pool, num_state_groups=2)
+        found.check_complete(registered(pool, ("mamba", pool.get_state_buf_infos()[0])))
+        assert [group.num_blocks for group in found.layout.groups] == [NUM_PAGES + 1, self.SLOTS + 1]
+        assert [state.per_token for state in found.layout.states][:2] == [True, True]
+        assert not any(state.per_token for state in found.layout.states[2:])
+
+    def test_groups_that_ranks_share_unevenly_are_refused(self):
+        with pytest.raises(LayoutError, match="not divided evenly"):
+            described(self.pool(self.mamba(4, 2)), 1, 4, num_heads=4 * NUM_HEADS, num_state_groups=2)
+
+
+class TestTables:
+    """Block tables from the lists that SGLang's scheduler makes."""
+
+    def tables(self, pool, *kinds, scheduler=None, **facts):
+        from kvferry.connectors.sglang.description.tables import Tables
+
+        return Tables(described(pool, **facts), kinds, scheduler)
+
+    def windows(self, mapping):
+        """Of a request in row 1 whose tokens lie where they were put; `mapping` is SGLang's, from full to window."""
+        import torch
+
+        pool = TestWindows().pool()
+        slots = torch.tensor([[0] * 96, list(range(16, 112))])
+        scheduler = SimpleNamespace(
+            req_to_token_pool=SimpleNamespace(req_to_token=slots),
+            token_to_kv_pool_allocator=SimpleNamespace(
+                translate_swa_indices_for_transfer=lambda found: torch.tensor(mapping)[found]
+            ),
+        )
+        facts = {"num_window_heads": NUM_HEADS, "window_tokens": TestWindows.WINDOW_TOKENS}
+        return self.tables(pool, "swa", scheduler=scheduler, **facts)
+
+    def test_a_pool_of_keys_and_values_has_one_table_which_may_grow(self, sglang_pools):
+        tables = self.tables(attention_pool(sglang_pools, 16, NUM_HEADS, "float32"))
+        assert (tables.may_grow, tables.nowhere) == (True, ((),))
+        assert tables.of([3, 1], []) == tables.of_prompt(None, 20, [3, 1], None) == ((3, 1),)
+
+    def test_a_window_has_the_last_pages(self):
+        tables = self.windows([0] * 200)
+        assert (tables.may_grow, tables.nowhere) == (False, ((), ()))
+        assert tables.of([3, 1, 4, 5], [np.array([7, 9])]) == ((3, 1, 4, 5), (NOWHERE, NOWHERE, 7, 9))
+
+    @pytest.mark.parametrize(("num_tokens", "second"), [(71, 6), (72, NOWHERE)])
+    def test_a_reader_of_one_token_less_sees_one_more_of_the_window(self, num_tokens, second):
+        """Behind token 70 they see tokens from 32 on, token 70 itself those from 31 on, which are a page more."""
+        mapping = [0] * 200
+        mapping[32] = 6 * 16
+        tables = self.windows(mapping).of_prompt(self.request(), num_tokens, [1, 2, 3, 4, 5], [np.array([7, 9, 8])])
+        assert tables == ((1, 2, 3, 4, 5), (NOWHERE, second, 7, 9, 8))
+
+    def test_a_token_that_has_left_the_window_has_no_page(self):
+        tables = self.windows([0] * 200).of_prompt(self.request(), 71, [1, 2, 3, 4, 5], [np.array([7, 9, 8])])
+        assert tables[1][:2] == (NOWHERE, NOWHERE)
+
+    def test_a_prompt_that_fits_into_the_window_has_all_its_pages(self):
+        tables = self.windows([0] * 200).of_prompt(self.request(), 40, [1, 2, 3], [np.array([7, 9, 8])])
+        assert tables[1] == (7, 9, 8)
+
+    def test_states_have_one_slot(self):
+        states = TestStates()
+        tables = self.tables(states.pool(states.mamba(1, 2)), "mamba", num_state_groups=2)
+        assert tables.of([3, 1], [[np.array([4])]]) == ((3, 1), (4,))
+
+    def request(self):
+        return SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1))

@@ -42,13 +42,20 @@ class Scene:
             device="cpu",
             enable_memory_saver=False,
         )
-        model = SimpleNamespace(get_total_num_kv_heads=lambda: NUM_HEADS, num_attention_heads=8)
-        self.scheduler = SimpleNamespace(model_config=model, spec_algorithm=SimpleNamespace(is_none=lambda: True))
+        model = SimpleNamespace(
+            get_total_num_kv_heads=lambda: NUM_HEADS,
+            get_swa_num_kv_heads=lambda ranks: NUM_HEADS,
+            hf_text_config=SimpleNamespace(),
+        )
+        plain = SimpleNamespace(is_none=lambda: True)
+        self.scheduler = SimpleNamespace(model_config=model, spec_algorithm=plain, sliding_window_size=None)
         self.transfers = SimpleNamespace(enable_deferred_kv_release=True, deferred_kv_release_timeout=30.0)
         self.queue = SimpleNamespace(
             metadata_buffers="rows", scheduler=self.scheduler, token_to_kv_pool=pool, transfer_queue=self.transfers
         )
-        self.args = SimpleNamespace(state_types=[], num_draft_entries=0, page_size=16)
+        self.args = SimpleNamespace(
+            kv_data_ptrs=pool.get_contiguous_buf_infos()[0], state_types=[], state_data_ptrs=[], page_size=16
+        )
         self.parallel = SimpleNamespace(tp_rank=0, tp_size=1, attn_tp_group=SimpleNamespace(cpu_group=None))
         self.options = SimpleNamespace(disaggregation_bootstrap_port=0)
         self._sglang, self._managers = sglang, []
@@ -121,8 +128,8 @@ def test_speculative_decoding_is_refused(scene):
 
 
 def test_states_beside_keys_and_values_are_refused(scene):
-    scene.args.state_types = [SimpleNamespace(value="mamba")]
-    with pytest.raises(LayoutError, match="states beside keys and values"):
+    scene.args.state_types, scene.args.state_data_ptrs = [SimpleNamespace(value="mamba")], [[1]]
+    with pytest.raises(LayoutError, match="SGLang keeps more of a request"):
         scene.manager("prefill")
 
 

@@ -61,8 +61,8 @@ class ScriptedRank:
         self.leases.append(self._sglang.rank.Leased())
         return self.leases[-1]
 
-    def grow(self, room, pages, num_tokens, first=None):
-        self.said.append((pages, num_tokens, first))
+    def grow(self, room, tables, num_tokens, first=None):
+        self.said.append((tables, num_tokens, first))
 
     def withdraw(self, room):
         self.said.append(("withdraw",))
@@ -70,8 +70,8 @@ class ScriptedRank:
     def hold(self, room, engine):
         self.said.append(("hold", engine))
 
-    def fetch(self, room, engine, pages, tokens, prompt):
-        self.said.append(("fetch", engine, pages, tokens))
+    def fetch(self, room, engine, tables, tokens, prompt):
+        self.said.append(("fetch", engine, tables, tokens))
         self.fetches.append(self._sglang.rank.Fetching(f"q{len(self.fetches)}"))
         return self.fetches[-1]
 
@@ -80,6 +80,18 @@ class ScriptedRank:
 
     def decline(self, room, engine):
         self.said.append(("decline", engine))
+
+
+class PlainTables:
+    """Of a pool that keeps every token, and nothing else."""
+
+    may_grow = True
+
+    def of(self, pages, states):
+        return (tuple(pages),)
+
+    def of_prompt(self, request, num_tokens, pages, states):
+        return (tuple(pages),)
 
 
 @pytest.fixture
@@ -104,6 +116,7 @@ def manager(sglang, rank):
     made = object.__new__(sglang.manager.FerryManager)
     made.rank, made.metadata, made._receivers = rank, rows, {}
     made.milestone, made.kv_args = lambda: lambda: True, SimpleNamespace(page_size=16)
+    made.tables = PlainTables()
     return made
 
 
@@ -139,7 +152,7 @@ class TestSender:
         sender.send([4, 9], None, 32)
         assert sender.poll() == sglang.poll.WaitingForInput
         sender.send([2], [], 8)
-        assert rank.said == [((4, 9), 32, None), ((4, 9, 2), 40, FIRST)]
+        assert rank.said == [(((4, 9),), 32, None), (((4, 9, 2),), 40, FIRST)]
         assert sender.poll() == sglang.poll.Transferring
         rank.leases[0].ended = "done"
         assert sender.poll() == sglang.poll.Success
@@ -154,7 +167,7 @@ class TestSender:
         assert rank.said == []
         done.append(True)
         sender.poll()
-        assert rank.said == [((4, 9, 2), 40, FIRST)]
+        assert rank.said == [(((4, 9, 2),), 40, FIRST)]
 
     def test_a_cached_prefix_waits_for_the_event_that_sglang_sets(self, new_sender, rank):
         done = []
@@ -213,7 +226,7 @@ class TestSender:
         sender.send([9, 2], [], 24)
         done.append(True)
         sender.poll()
-        assert rank.said == [((4,), 16, None), ((4, 9, 2), 40, FIRST)]
+        assert rank.said == [(((4,),), 16, None), (((4, 9, 2),), 40, FIRST)]
 
     def test_a_room_that_is_in_use_fails_the_second_request(self, sglang, new_sender, rank):
         first, second = new_sender(), new_sender()
@@ -243,7 +256,7 @@ class TestReceiver:
         assert [receiver.poll(), receiver.poll()] == [sglang.poll.WaitingForInput] * 2
         assert rank.said == [("hold", ENGINE)]
         receiver.send_metadata([5, 6, 7], 1, None, 0)
-        assert rank.said[1:] == [("fetch", ENGINE, (5, 6, 7), TokenRange(0, 40))]
+        assert rank.said[1:] == [("fetch", ENGINE, ((5, 6, 7),), TokenRange(0, 40))]
         assert receiver.poll() == sglang.poll.Transferring
         rank.fetches[0].report = FetchReport(40, 1, 1, "shm", "", "direct", first_token=FIRST)
         rank.fetches[0].is_over = True
@@ -255,7 +268,7 @@ class TestReceiver:
         rank.lookups[0].engine = ENGINE
         receiver.init(0)
         receiver.send_metadata([6, 7], 1, None, decode_prefix_len=16)
-        assert rank.said[-1] == ("fetch", ENGINE, (-1, 6, 7), TokenRange(16, 40))
+        assert rank.said[-1] == ("fetch", ENGINE, ((-1, 6, 7),), TokenRange(16, 40))
 
     def test_failed_is_said_only_when_nothing_can_write_to_the_pages(self, sglang, new_receiver, rank):
         receiver = started(new_receiver, rank)
@@ -355,7 +368,7 @@ class TestReceiver:
         assert len(rank.lookups) == 2
         rank.lookups[-1].engine = RESTARTED
         receiver.poll()
-        assert rank.said[-1] == ("fetch", RESTARTED, (5, 6, 7), TokenRange(0, 40))
+        assert rank.said[-1] == ("fetch", RESTARTED, ((5, 6, 7),), TokenRange(0, 40))
         rank.fetches[1].error, rank.fetches[1].is_over = TransferError(reason, "again"), True
         assert receiver.poll() == sglang.poll.Failed
 

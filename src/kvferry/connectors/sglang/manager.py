@@ -12,7 +12,8 @@ from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVMan
 from sglang.srt.runtime_context import get_parallel
 
 from kvferry.connectors.sglang.construction import queue_being_made
-from kvferry.connectors.sglang.description import RankFacts, check_describable, describe
+from kvferry.connectors.sglang.description.describe import RankFacts, describe
+from kvferry.connectors.sglang.description.tables import Tables
 from kvferry.connectors.sglang.rank import Rank, Ranks
 from kvferry.connectors.sglang.settings import settings_from
 from kvferry.devices import cache_device
@@ -58,13 +59,14 @@ class FerryManager(BaseKVManager):
         is_prefill = disaggregation_mode.value == "prefill"
         queue = queue_being_made()
         _check(queue)
-        check_describable(args)
         self.kv_args = args
         self.metadata = queue.metadata_buffers
         settings, parallel = settings_from(os.environ), get_parallel()
-        heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
         pool = queue.token_to_kv_pool
-        layout, memories = describe(pool, RankFacts(parallel.tp_rank, parallel.tp_size, heads))
+        described = describe(pool, _facts(queue.scheduler))
+        described.check_complete(args)
+        self.tables = Tables(described, tuple(str(kind.value) for kind in args.state_types), queue.scheduler)
+        layout, memories = described.layout, described.memories
         # SGLang calls the device of any rank `cuda`.
         kind, number = torch.device(pool.device).type, layout.regions[0].device
         device = cache_device(torch.device(kind, number), kind, staging_memory_named(settings.staging_memory))
@@ -124,6 +126,20 @@ class FerryBootstrapServer(BaseKVBootstrapServer):
 
     def __init__(self, host: str, port: int) -> None:
         pass
+
+
+def _facts(scheduler: Any) -> RankFacts:
+    model, parallel = scheduler.model_config, get_parallel()
+    groups = (getattr(model.hf_text_config, name, None) for name in ("mamba_n_groups", "n_groups"))
+    return RankFacts(
+        parallel.tp_rank,
+        parallel.tp_size,
+        int(model.get_total_num_kv_heads()),
+        int(model.get_swa_num_kv_heads(1)),
+        next((int(number) for number in groups if number), 0),
+        # SGLang counts the tokens before the one that sees them.
+        (scheduler.sliding_window_size or 0) + 1,
+    )
 
 
 def _hold_failed_pages(transfer_queue: Any) -> None:

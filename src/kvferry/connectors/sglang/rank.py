@@ -45,6 +45,7 @@ from kvferry import (
     open_agent,
     read_token,
 )
+from kvferry.connectors.jobs import BlockTables
 from kvferry.connectors.sglang.prefill_engines import PrefillEngines
 from kvferry.connectors.sglang.settings import Settings
 from kvferry.connectors.timing import timing_of
@@ -119,6 +120,7 @@ class Rank:
         """
         made_up = f"sglang-{secrets.token_hex(4)}-{socket.gethostname()}"[:MAX_ENGINE_ID]
         ours = Introduction(settings.engine_id or made_up, new_epoch(), layout)
+        self._nowhere: BlockTables = ((),) * len(layout.groups)
         words = ranks.gather(msgspec.msgpack.encode(ours))
         everyone = [msgspec.msgpack.decode(word, type=Introduction) for word in words]
         config = AgentConfig(
@@ -158,7 +160,8 @@ class Rank:
                 what = "another request of this prefill engine has the same bootstrap_room"
                 raise RequestError(what, found=str(room))
             leased = self._leases[request_id] = Leased()
-        wanted = LeaseRequest(request_id, lease_id, ((),), prompt.num_tokens, is_growing=True, prompt=prompt)
+        nowhere = self._nowhere
+        wanted = LeaseRequest(request_id, lease_id, nowhere, prompt.num_tokens, is_growing=True, prompt=prompt)
         try:
             self.agent.lease(wanted)
         except RequestError:
@@ -166,9 +169,9 @@ class Rank:
             raise
         return leased
 
-    def grow(self, room: int, pages: tuple[int, ...], num_tokens: int, first: FirstToken | None = None) -> None:
+    def grow(self, room: int, tables: BlockTables, num_tokens: int, first: FirstToken | None = None) -> None:
         """So many tokens of a promised prompt are computed, in these pages."""
-        self.agent.grow(LeaseProgress(room_names(room)[0], (pages,), num_tokens, first_token=first))
+        self.agent.grow(LeaseProgress(room_names(room)[0], tables, num_tokens, first_token=first))
 
     def withdraw(self, room: int) -> None:
         """Nobody may read this prompt's pages from now on."""
@@ -181,9 +184,9 @@ class Rank:
         self.agent.hold(HoldRequest(reference_of(room, engine), engine.addresses))
 
     def fetch(
-        self, room: int, engine: RemoteEngine, pages: tuple[int, ...], tokens: TokenRange, prompt: Prompt
+        self, room: int, engine: RemoteEngine, tables: BlockTables, tokens: TokenRange, prompt: Prompt
     ) -> Fetching:
-        """Bring these tokens of a prompt into their pages; `pages` begins with the page of token 0."""
+        """Bring these tokens of a prompt into their pages; a table begins with the page of token 0."""
         reference = reference_of(room, engine)
         fetching = Fetching(f"room-{room}-{next(self._numbers)}")
         name = prompt.name(reference.lease_id)
@@ -191,8 +194,9 @@ class Rank:
             self._check_running()
             self._fetches[fetching.request_id] = fetching
         try:
+            ranges = (tokens,) * len(tables)
             self.agent.fetch(
-                FetchRequest(fetching.request_id, reference, engine.addresses, (pages,), (tokens,), prompt=name)
+                FetchRequest(fetching.request_id, reference, engine.addresses, tables, ranges, prompt=name)
             )
         except FerryError:
             del self._fetches[fetching.request_id]
@@ -203,7 +207,7 @@ class Rank:
         """Nobody will fetch this prompt's cache here: its source hears of it, and its lease need not run out."""
         with suppress(FerryError):
             # Nothing of it: should the source grant that before it hears of the end, nothing moves.
-            self.abort(self.fetch(room, engine, (), TokenRange(0, 0), Prompt()))
+            self.abort(self.fetch(room, engine, self._nowhere, TokenRange(0, 0), Prompt()))
 
     def abort(self, fetching: Fetching) -> None:
         """Nobody waits for this fetch any more; it is over when its pages are free."""

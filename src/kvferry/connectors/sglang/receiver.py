@@ -14,6 +14,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
 
 from kvferry import Prompt, Reason, TokenRange
+from kvferry.connectors.jobs import BlockTables
 from kvferry.connectors.sglang import handoff
 from kvferry.connectors.sglang.construction import request_being_made
 from kvferry.connectors.sglang.manager import FerryManager
@@ -28,9 +29,9 @@ RESTARTED = (Reason.WRONG_ENGINE, Reason.WRONG_EPOCH, Reason.PEER_LOST)
 
 @dataclass(frozen=True, slots=True)
 class _Destination:
-    """Where a prompt goes: its pages from token 0 on, which tokens of it, and the row for the first token."""
+    """Where a prompt goes: its block tables from token 0 on, which tokens of it, and the row for the first token."""
 
-    pages: tuple[int, ...]
+    tables: BlockTables
     tokens: TokenRange
     row: int
 
@@ -81,7 +82,8 @@ class FerryReceiver(BaseKVReceiver):
         first = decode_prefix_len or 0
         # Nothing is looked at where tokens are that do not move.
         pages = (-1,) * (first // self.kv_mgr.kv_args.page_size) + tuple(int(page) for page in kv_indices)
-        self._destination = _Destination(pages, TokenRange(first, self._prompt.num_tokens), aux_index or 0)
+        tables = self.kv_mgr.tables.of(pages, state_indices)
+        self._destination = _Destination(tables, TokenRange(first, self._prompt.num_tokens), aux_index or 0)
         self._fetch()
 
     def poll(self) -> int:
@@ -147,8 +149,8 @@ class FerryReceiver(BaseKVReceiver):
                 rank.hold(self._room, engine)
                 self._is_held = True
             elif self._destination is not None:
-                pages, tokens = self._destination.pages, self._destination.tokens
-                self._fetching = rank.fetch(self._room, engine, pages, tokens, self._prompt)
+                tables, tokens = self._destination.tables, self._destination.tokens
+                self._fetching = rank.fetch(self._room, engine, tables, tokens, self._prompt)
         except FerryError as error:
             self._error = error
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric
 
 from kvferry import Reason
+from kvferry.connectors.jobs import BlockTables
 from kvferry.connectors.sglang import handoff
 from kvferry.connectors.sglang.construction import request_being_made
 from kvferry.connectors.sglang.manager import FerryManager
@@ -26,10 +27,10 @@ from kvferry.errors import FerryError, TransferError
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """So many tokens lie in so many pages, once the device has done what it was given until then."""
+    """So many tokens may be read from these pages, once the device has done what it was given until then."""
 
     is_computed: Callable[[], bool]
-    num_pages: int
+    tables: BlockTables
     num_tokens: int
 
 
@@ -77,8 +78,16 @@ class FerrySender(BaseKVSender):
         self._pages += [int(page) for page in kv_indices]
         self._num_sent += num_kv_tokens or 0
         is_computed = event.query if event is not None else self.kv_mgr.milestone()
-        self._sent.append(_Sent(is_computed, len(self._pages), self._num_sent))
+        self._sent.append(_Sent(is_computed, *self._readable(state_indices)))
         self._tell()
+
+    def _readable(self, state_indices: list[Any] | None) -> tuple[BlockTables, int]:
+        """The block tables of what has been sent, and how many tokens of it may be read once they are computed."""
+        tables = self.kv_mgr.tables
+        if self._num_sent == self._num_tokens:
+            return tables.of_prompt(self._request, self._num_tokens, self._pages, state_indices), self._num_tokens
+        # Where nothing may be read before the last token, this is a sign of life.
+        return (tables.of(self._pages, None), self._num_sent) if tables.may_grow else (tables.nowhere, 0)
 
     def poll(self) -> int:
         """How far the request is."""
@@ -128,8 +137,7 @@ class FerrySender(BaseKVSender):
 
     def _tell_computed(self) -> None:
         while self._sent and self._sent[0].is_computed():
-            sent = self._sent.popleft()
-            first = None
+            sent, first = self._sent.popleft(), None
             if sent.num_tokens == self._num_tokens:
                 first = handoff.read(self.kv_mgr.metadata, self._row, self._request)
-            self.kv_mgr.rank.grow(self._room, tuple(self._pages[: sent.num_pages]), sent.num_tokens, first)
+            self.kv_mgr.rank.grow(self._room, sent.tables, sent.num_tokens, first)

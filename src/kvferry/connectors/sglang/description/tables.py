@@ -1,0 +1,70 @@
+"""Block tables from what SGLang's scheduler hands to a backend: pages of a request, and a list for each state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvferry.connectors.jobs import BlockTables
+from kvferry.connectors.sglang.description.describe import Described
+from kvferry.connectors.sglang.description.parts import Component
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """`kinds` are SGLang's `state_types`, in the order of its lists; `scheduler` is its own, for where tokens lie."""
+
+    described: Described
+    kinds: tuple[str, ...]
+    scheduler: Any = None
+
+    @property
+    def nowhere(self) -> BlockTables:
+        """Of a request that has no pages yet."""
+        return self.described.nowhere
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether what is computed of a prompt may be read while the rest is computed: SGLang names the pages of
+        windows and the slots of states only with the last token."""
+        return len(self.described.components) == 1
+
+    def of(self, pages: Sequence[int], states: Sequence[Any] | None) -> BlockTables:
+        """One table for each group: of all pages, from that of token 0 on, and of SGLang's lists."""
+        tables = [tuple(pages)]
+        for component in self.described.components[1:]:
+            found = _integers((states or ())[self.kinds.index(component.kind)])
+            if component.window_tokens:
+                # The list has the last pages. No block has the number of the others.
+                found = (component.group.num_blocks,) * (len(pages) - len(found)) + found
+            tables.append(found)
+        return tuple(tables)
+
+    def of_prompt(
+        self, request: Any, num_tokens: int, pages: Sequence[int], states: Sequence[Any] | None
+    ) -> BlockTables:
+        """As `of`, of a prompt that is computed here. SGLang's lists are for a reader that goes on behind its last
+        token. One that computes that token itself sees one token more of a window, which is still there."""
+        tables = list(self.of(pages, states))
+        for number, component in enumerate(self.described.components):
+            first = max(0, num_tokens - component.window_tokens) // component.group.block_tokens
+            if component.window_tokens and tables[number][first] == component.group.num_blocks:
+                page = self._window_page(request, component, first)
+                tables[number] = (*tables[number][:first], page, *tables[number][first + 1 :])
+        return tuple(tables)
+
+    def _window_page(self, request: Any, component: Component, number: int) -> int:
+        page_size = component.group.block_tokens
+        row = self.scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
+        slot = row[number * page_size : number * page_size + 1]
+        found = self.scheduler.token_to_kv_pool_allocator.translate_swa_indices_for_transfer(slot)
+        # Page 0 is for padding: the token has left the window.
+        return int(found[0]) // page_size or component.group.num_blocks
+
+
+def _integers(indices: Iterable[Any]) -> tuple[int, ...]:
+    """SGLang's lists are arrays, or lists of arrays."""
+    return tuple(int(index) for each in indices for index in np.ravel(each))
