@@ -38,6 +38,7 @@ class SideSpec:
 
     page_tokens: int = 16
     tp: int = 1
+    pp: int = 1
     flags: tuple[str, ...] = ()
 
 
@@ -51,8 +52,10 @@ class PairSpec:
 
     def __str__(self) -> str:
         sides = self.prefill, self.decode
-        tp, pages = ("to".join(str(getattr(side, name)) for side in sides) for name in ("tp", "page_tokens"))
-        return f"{self.model}-tp{tp}-page{pages}"
+        tp, pp, pages = (
+            "to".join(str(getattr(side, name)) for side in sides) for name in ("tp", "pp", "page_tokens")
+        )
+        return f"{self.model}-tp{tp}{f'-pp{pp}' if pp != '1to1' else ''}-page{pages}"
 
 
 class SGLangServer(EngineServer):
@@ -71,7 +74,8 @@ class SGLangServer(EngineServer):
     def command(self) -> list[str]:
         return [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_folder(self.model))),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--tp", str(self.spec.tp)),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--tp", str(self.spec.tp), "--pp-size", str(self.spec.pp)),
             *("--page-size", str(self.spec.page_tokens), "--disaggregation-mode", self.mode),
             *("--disaggregation-bootstrap-port", str(self.bootstrap_port)),
             *FLAGS,

@@ -16,6 +16,7 @@ SPECS = [
     PairSpec("qwen3", SideSpec(16), SideSpec(16, tp=2)),
     PairSpec("llama", SideSpec(16, tp=2), SideSpec(16, tp=2)),
     PairSpec("mellum", SideSpec(16, flags=CHUNKED), SideSpec(64)),
+    PairSpec("llama", SideSpec(16, pp=2), SideSpec(16)),
 ]
 every_pair = pytest.mark.parametrize("spec", SPECS, ids=str)
 

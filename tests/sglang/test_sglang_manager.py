@@ -56,7 +56,8 @@ class Scene:
         self.args = SimpleNamespace(
             kv_data_ptrs=pool.get_contiguous_buf_infos()[0], state_types=[], state_data_ptrs=[], page_size=16
         )
-        self.parallel = SimpleNamespace(tp_rank=0, tp_size=1, attn_tp_group=SimpleNamespace(cpu_group=None))
+        alone = SimpleNamespace(cpu_group=None)
+        self.parallel = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, world_group=alone)
         self.options = SimpleNamespace(disaggregation_bootstrap_port=0)
         self._sglang, self._managers = sglang, []
         monkeypatch.setattr(sglang.manager, "get_parallel", lambda: self.parallel)
@@ -114,7 +115,7 @@ def test_a_decode_engine_that_frees_failed_pages_at_once_does_not_start(scene):
         scene.manager("decode")
 
 
-@pytest.mark.parametrize("name", ["pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size"])
+@pytest.mark.parametrize("name", ["dp_size", "attn_dp_size", "attn_cp_size", "dcp_size"])
 def test_other_ways_to_divide_an_engine_are_refused(scene, name):
     setattr(scene.parallel, name, 2)
     with pytest.raises(ConfigurationError, match=f"{name} 2"):
@@ -134,8 +135,9 @@ def test_states_beside_keys_and_values_are_refused(scene):
 
 
 def test_a_rank_has_its_own_heads_and_its_own_place_in_its_engine(scene, sglang, monkeypatch):
-    """The second of two ranks, each with all heads that its pool has: two of four would be another pool."""
+    """The second of two tensor-parallel ranks, each with all heads that its pool has, in the third of three stages."""
     scene.parallel.tp_rank, scene.parallel.tp_size = 1, 2
+    scene.parallel.pp_rank, scene.parallel.pp_size = 2, 3
     scene.scheduler.model_config.get_total_num_kv_heads = lambda: 2 * NUM_HEADS
     seen = []
 
@@ -147,7 +149,7 @@ def test_a_rank_has_its_own_heads_and_its_own_place_in_its_engine(scene, sglang,
     scene.manager("decode")
     ((layout, ranks),) = seen
     assert {placement.spans[0].start for placement in layout.placements} == {NUM_HEADS}
-    assert (ranks.rank, ranks.num_ranks) == (1, 2)
+    assert (ranks.rank, ranks.num_ranks) == (5, 6)
 
 
 class TestFailedRequests:

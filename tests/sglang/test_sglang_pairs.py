@@ -14,12 +14,15 @@ CHUNKED = ("--chunked-prefill-size", "512")
 DECODE_CACHES = ("--disaggregation-decode-enable-radix-cache",)
 LLAMA = PairSpec("llama", SideSpec(16, flags=CHUNKED), SideSpec(16))
 QWEN3 = PairSpec("qwen3", SideSpec(64), SideSpec(64, flags=DECODE_CACHES))
+# Its windows have pages of their own in SGLang, and are a limit of what is read in transformers.
+MELLUM = PairSpec("mellum", SideSpec(16), SideSpec(64))
 # In float32, vLLM's attention on CPUs has blocks of multiples of 32 tokens.
 CASES = [
     (LLAMA, OtherSpec("transformers", "llama", 64)),
     (LLAMA, OtherSpec("vllm", "llama", 64)),
     (QWEN3, OtherSpec("transformers", "qwen3", 16)),
     (QWEN3, OtherSpec("vllm", "qwen3", 32)),
+    (MELLUM, OtherSpec("transformers", "mellum", 16)),
 ]
 
 every_case = pytest.mark.parametrize(("spec", "other_spec"), CASES, ids=str)

@@ -71,7 +71,8 @@ class FerryManager(BaseKVManager):
         kind, number = torch.device(pool.device).type, layout.regions[0].device
         device = cache_device(torch.device(kind, number), kind, staging_memory_named(settings.staging_memory))
         self.milestone = device.milestone
-        ranks = Ranks(parallel.tp_size, parallel.tp_rank, parallel.attn_tp_group.cpu_group)
+        number_of_rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
+        ranks = Ranks(parallel.pp_size * parallel.tp_size, number_of_rank, parallel.world_group.cpu_group)
         port = server_args.disaggregation_bootstrap_port if is_prefill else 0
         self.rank = Rank(settings, layout, lambda layouts: device.cache(layouts, memories), ranks, port)
         # The receiver of each room on this rank, for SGLang to ask after those that have failed.
@@ -158,12 +159,12 @@ def _hold_failed_pages(transfer_queue: Any) -> None:
 def _check(queue: Any) -> None:
     """Raises ConfigurationError for ways to run SGLang that are not supported yet."""
     parallel = get_parallel()
-    for name in ("pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size"):
+    for name in ("dp_size", "attn_dp_size", "attn_cp_size", "dcp_size"):
         if (getattr(parallel, name, 1) or 1) > 1:
             raise ConfigurationError(
                 "kvferry does not serve this way to divide an SGLang engine yet",
                 found=f"{name} {getattr(parallel, name)}",
-                expected="tensor parallelism alone",
+                expected="tensor and pipeline parallelism alone",
                 hint=OTHER_BACKEND,
             )
     if not queue.scheduler.spec_algorithm.is_none():
