@@ -68,7 +68,7 @@ class SGLangServer(EngineServer):
         self.bootstrap_port = hold_ports(self.held)
 
     def environment(self) -> dict[str, str]:
-        cores = "|".join(["0", "1"][: self.spec.tp])
+        cores = "|".join("01"[number % 2] for number in range(self.spec.tp * self.spec.pp))
         return {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
     def command(self) -> list[str]:
