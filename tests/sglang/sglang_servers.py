@@ -52,9 +52,7 @@ class PairSpec:
 
     def __str__(self) -> str:
         sides = self.prefill, self.decode
-        tp, pp, pages = (
-            "to".join(str(getattr(side, name)) for side in sides) for name in ("tp", "pp", "page_tokens")
-        )
+        tp, pp, pages = ("to".join(str(getattr(side, name)) for side in sides) for name in ("tp", "pp", "page_tokens"))
         return f"{self.model}-tp{tp}{f'-pp{pp}' if pp != '1to1' else ''}-page{pages}"
 
 

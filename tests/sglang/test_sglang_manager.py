@@ -122,6 +122,12 @@ def test_other_ways_to_divide_an_engine_are_refused(scene, name):
         scene.manager("prefill")
 
 
+def test_a_pipeline_is_refused_where_it_decodes(scene):
+    scene.parallel.pp_size = 2
+    with pytest.raises(ConfigurationError, match="pp_size 2"):
+        scene.manager("decode")
+
+
 def test_speculative_decoding_is_refused(scene):
     scene.scheduler.spec_algorithm = SimpleNamespace(is_none=lambda: False)
     with pytest.raises(ConfigurationError, match="speculative decoding"):
@@ -138,6 +144,7 @@ def test_a_rank_has_its_own_heads_and_its_own_place_in_its_engine(scene, sglang,
     """The second of two tensor-parallel ranks, each with all heads that its pool has, in the third of three stages."""
     scene.parallel.tp_rank, scene.parallel.tp_size = 1, 2
     scene.parallel.pp_rank, scene.parallel.pp_size = 2, 3
+    del scene.queue.transfer_queue
     scene.scheduler.model_config.get_total_num_kv_heads = lambda: 2 * NUM_HEADS
     seen = []
 
@@ -146,7 +153,7 @@ def test_a_rank_has_its_own_heads_and_its_own_place_in_its_engine(scene, sglang,
         return SimpleNamespace(agent=SimpleNamespace(close=lambda: None))
 
     monkeypatch.setattr(sglang.manager, "Rank", new_rank)
-    scene.manager("decode")
+    scene.manager("prefill")
     ((layout, ranks),) = seen
     assert {placement.spans[0].start for placement in layout.placements} == {NUM_HEADS}
     assert (ranks.rank, ranks.num_ranks) == (5, 6)

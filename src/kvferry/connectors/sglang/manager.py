@@ -58,7 +58,7 @@ class FerryManager(BaseKVManager):
         """Raises FerryError for a configuration that cannot be served, or an agent that cannot be set up."""
         is_prefill = disaggregation_mode.value == "prefill"
         queue = queue_being_made()
-        _check(queue)
+        _check(queue, is_prefill)
         self.kv_args = args
         self.metadata = queue.metadata_buffers
         settings, parallel = settings_from(os.environ), get_parallel()
@@ -156,15 +156,16 @@ def _hold_failed_pages(transfer_queue: Any) -> None:
     transfer_queue.deferred_kv_release_timeout = inf
 
 
-def _check(queue: Any) -> None:
+def _check(queue: Any, is_prefill: bool) -> None:
     """Raises ConfigurationError for ways to run SGLang that are not supported yet."""
     parallel = get_parallel()
-    for name in ("dp_size", "attn_dp_size", "attn_cp_size", "dcp_size"):
+    refused = ("dp_size", "attn_dp_size", "attn_cp_size", "dcp_size")
+    for name in refused if is_prefill else ("pp_size", *refused):
         if (getattr(parallel, name, 1) or 1) > 1:
             raise ConfigurationError(
                 "kvferry does not serve this way to divide an SGLang engine yet",
                 found=f"{name} {getattr(parallel, name)}",
-                expected="tensor and pipeline parallelism alone",
+                expected="tensor parallelism, and pipeline parallelism of a prefill engine",
                 hint=OTHER_BACKEND,
             )
     if not queue.scheduler.spec_algorithm.is_none():

@@ -100,6 +100,11 @@ class FerrySender(BaseKVSender):
             return self.conclude_state
         return KVPoll.Transferring if self._num_sent == self._num_tokens else KVPoll.WaitingForInput
 
+    def poll_pp_consensus(self) -> int:
+        """As `poll`: what the first stage of a pipeline asks before a prompt is computed, when all stages answer the
+        same."""
+        return self.poll()
+
     def failure_exception(self) -> None:
         """Raises why the request has failed."""
         self._withdraw()
