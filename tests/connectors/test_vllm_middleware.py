@@ -16,7 +16,7 @@ from kvferry.connectors.vllm_middleware import FerryMiddleware
 from kvferry.connectors.vllm_middleware.request_names import names_of
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes
 from kvferry.connectors.vllm_middleware.workers import Workers
-from kvferry.kv_transfer_params import to_params
+from kvferry.kv_transfer_params import room_names, room_params, to_params
 from kvferry.router.flow.engine_response import lost_cache
 from kvferry.router.telemetry.request_timing import told_phases
 from kvferry.wire.messages import Reference
@@ -343,6 +343,16 @@ def test_a_release_is_passed_to_the_workers(answers):
     assert served.seen == [("kvferry_release", ("p", "epoch", "cmpl-r-0-12345678", "lease"))]
 
 
+def test_what_a_prefill_keeps_in_a_room_is_released_by_the_rooms_number():
+    served = Vllm(workers=[FACTS])
+    served.ask("/kvferry/info", b"", method="GET")
+    served.sent.clear()
+    served.workers = ["released"]
+    served.ask("/kvferry/release", {"kv_transfer_params": room_params(7, "127.0.0.1", 8999)})
+    assert served.answer == (200, {"released": True})
+    assert served.seen[1:] == [("kvferry_release", ("p", "e", *room_names(7)))]
+
+
 PREFILL = {"prompt": "a", "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 
 
@@ -474,6 +484,9 @@ def test_a_server_says_who_it_is_and_asks_its_workers_once():
             "models": ["m", "adapter"],
             "prefix_cache": True,
             "early": False,
+            "meets_in_rooms": True,
+            "bootstrap_host": "",
+            "bootstrap_port": 0,
             **FACTS,
         },
     )
@@ -481,6 +494,17 @@ def test_a_server_says_who_it_is_and_asks_its_workers_once():
     served.ask("/kvferry/info", b"", method="GET")
     assert served.answer == told
     assert served.seen == [("kvferry_facts", ())]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "place"), [(1, {"bootstrap_host": "::1", "bootstrap_port": 8999}), (2, {"bootstrap_port": 0})]
+)
+def test_a_server_says_where_its_first_rank_is_found_in_a_room(replicas, place):
+    """Of replicas it is not known in advance which one computes a prompt: they only decode."""
+    addresses = [{**FACTS, "address": f"tcp://[::1]:{port}"} for port in (8999, 9000)]
+    served = Vllm(workers=addresses, replicas=replicas)
+    served.ask("/kvferry/info", b"", method="GET")
+    assert {**served.answer[1], **place, "meets_in_rooms": True} == served.answer[1]
 
 
 @pytest.mark.parametrize(

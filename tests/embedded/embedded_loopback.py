@@ -63,6 +63,7 @@ class Loopback:
     aborted: list[str] = field(default_factory=list)
     forgone: list[str] = field(default_factory=list)
     peers: tuple[PeerReport, ...] = ()
+    address: str = "tcp://[::1]:7007"
     first_tokens: list[FirstToken | None] = field(default_factory=list)
     _fencing: asyncio.Task[None] | None = None
 
@@ -140,6 +141,7 @@ class NoTransfer:
 
     failure = ""
     peers = ()
+    address = "tcp://127.0.0.1:7007"
 
     async def offer(self, *_: object) -> dict[str, object]:
         raise TransferError("no_transfer", "this engine is not connected to other engines")

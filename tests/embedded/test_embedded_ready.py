@@ -104,3 +104,5 @@ def test_an_engine_says_who_it_is(decoder: Served) -> None:
     connection.close()
     assert told["engine"] == "kvferry"
     assert {"version", "wire_version", "engine_id", "epoch", "models", "cache"} <= set(told)
+    meeting = {name: told[name] for name in ("meets_in_rooms", "bootstrap_host", "bootstrap_port")}
+    assert meeting == {"meets_in_rooms": True, "bootstrap_host": "::1", "bootstrap_port": 7007}

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from router_harness import Behaviour, Engine, Seen, answer, decoding, failing
 
+BACKEND = {"host": "127.0.0.1", "wire_version": "8"}
+"""What kvferry's transfer backend adds."""
 MODELS = [{"id": "tiny", "owned_by": "sglang"}]
 USAGE = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
 NO_ROOM = "Invalid request: Disaggregated request received without bootstrap room id."
@@ -34,6 +36,13 @@ class Rooms:
         host, port, number = fields
         return self.meetings[host, port, number] if isinstance(number, int) else None
 
+    def named_to_another(self, seen: Seen, host: str = "", port: int = 0) -> Meeting | None:
+        """The same of an engine other than SGLang, at its own address where it prefills."""
+        params = seen.body.get("kv_transfer_params") or {}
+        number = params.get("kvferry", {}).get("room")
+        place = params.get("remote_host", host), params.get("remote_port", port)
+        return self.meetings[*place, number] if isinstance(number, int) else None
+
     def prefilling(self) -> Behaviour:
         async def behave(request: web.Request, seen: Seen) -> web.StreamResponse:
             meeting = self.of(seen)
@@ -55,6 +64,44 @@ class Rooms:
             return await decoding(request, seen)
 
         return behave
+
+    def prefilling_for_sglang(self, port: int) -> Behaviour:
+        """It answers when the prompt is computed."""
+
+        async def behave(request: web.Request, seen: Seen) -> web.StreamResponse:
+            meeting = self.named_to_another(seen, "127.0.0.1", port)
+            assert meeting is not None
+            meeting.computed.set()
+            return web.json_response(answer("one", usage=USAGE))
+
+        return behave
+
+    def decoding_after_sglang(self) -> Behaviour:
+        """It computes what it is not given."""
+
+        async def behave(request: web.Request, seen: Seen) -> web.StreamResponse:
+            meeting = self.named_to_another(seen)
+            if meeting is not None:
+                await meeting.computed.wait()
+                meeting.read.set()
+            return await decoding(request, seen)
+
+        return behave
+
+
+def other_engine(behave: Behaviour, port: int) -> Engine:
+    """A stub that says who it is as the embedded engine does."""
+    place = {"meets_in_rooms": True, "bootstrap_host": "127.0.0.1", "bootstrap_port": port}
+    info = {"engine": "kvferry", "wire_version": "8", "epoch": f"epoch-{port}", **place}
+    return Engine("other", behave, info=info, ready_status=200)
+
+
+def other_prefill(rooms: Rooms, behave: Behaviour | None = None, port: int = 9007) -> Engine:
+    return other_engine(behave or rooms.prefilling_for_sglang(port), port)
+
+
+def other_decode(rooms: Rooms, behave: Behaviour | None = None) -> Engine:
+    return other_engine(behave or rooms.decoding_after_sglang(), 9107)
 
 
 def sglang_engine(mode: str, behave: Behaviour, port: int = 8998, **told: object) -> Engine:

@@ -25,6 +25,7 @@ from router_harness import (
 from sglang_stubs import NO_ROOM, USAGE, Rooms, sglang_decode, sglang_engine, sglang_prefill
 from test_router_flow import D0, D1, P0, P1, RAW, REQUEST, failed, fallback, pick, pick_alone, play, retry
 
+from kvferry.kv_transfer_params import MAX_ROOM
 from kvferry.router.commands import Cancel, Count, Counted, Forward, Pick, Refuse, Relay, Send, Start
 from kvferry.router.config import PrefillFallback
 from kvferry.router.events import (
@@ -40,10 +41,12 @@ from kvferry.router.events import (
     Opened,
     Path,
     Picked,
+    Room,
 )
-from kvferry.router.fleet.engine_info import MAX_ROOM, UNKNOWN_ENGINE, EngineInfo, Handover, differences, room_at
+from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, Handover, differences
 from kvferry.router.fleet.instance import OpenRequests, Origin
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
+from kvferry.router.fleet.rooms import room_between
 from kvferry.router.fleet.sglang_info import sglang_info
 from kvferry.router.flow import dispatcher
 from kvferry.router.flow.refusals import pair_failed
@@ -68,9 +71,10 @@ from kvferry.router.upstream.failures import MESSAGES
 from kvferry.router.upstream.http_client import HttpRequest
 
 DEADLINE_S = 20.0
-ROOM, OTHER_ROOM = (b'{"bootstrap_host":"p","bootstrap_port":1,"bootstrap_room":%d}' % number for number in (7, 8))
-BEGUN = [Start(P0, room_prefill_body(REQUEST, ROOM)), Send(D0, room_decode_body(REQUEST, ROOM))]
-AGAIN = [Start(P1, room_prefill_body(REQUEST, OTHER_ROOM)), Send(D0, room_decode_body(REQUEST, OTHER_ROOM))]
+FIELDS, OTHER_FIELDS = (b'{"bootstrap_host":"p","bootstrap_port":1,"bootstrap_room":%d}' % number for number in (7, 8))
+ROOM, OTHER_ROOM = Room(FIELDS, FIELDS), Room(OTHER_FIELDS, OTHER_FIELDS)
+BEGUN = [Start(P0, room_prefill_body(REQUEST, FIELDS)), Send(D0, room_decode_body(REQUEST, FIELDS))]
+AGAIN = [Start(P1, room_prefill_body(REQUEST, OTHER_FIELDS)), Send(D0, room_decode_body(REQUEST, OTHER_FIELDS))]
 D_ERROR = Answered(500, b'{"message": "Decode transfer failed", "code": 500}')
 LOST, REFUSED = Failed(PREFILL_LOST, "x"), Failed(PREFILL_REFUSED, "x")
 
@@ -86,6 +90,12 @@ def to_room():
         (decode(), [pick(Role.PREFILL)]),
         (Picked(P0, room=ROOM), BEGUN),
     )
+
+
+def fields_of(room: Room) -> list[dict]:
+    """Of SGLang's two requests: nothing of them is kept elsewhere."""
+    assert room.kept == b""
+    return [json.loads(fields) for fields in (room.prefill, room.decode)]
 
 
 def refused(reason: str) -> Count:
@@ -106,7 +116,7 @@ def last_words(flow: Flow, *steps) -> tuple[int, str, str]:
 
 
 def test_decode_gets_the_clients_own_bytes_and_the_room():
-    assert room_decode_body(REQUEST, ROOM) == RAW[:-1] + b"," + ROOM[1:]
+    assert room_decode_body(REQUEST, FIELDS) == RAW[:-1] + b"," + FIELDS[1:]
 
 
 def test_prefill_is_asked_for_the_token_that_the_client_will_get():
@@ -123,17 +133,18 @@ def test_prefill_is_asked_for_the_token_that_the_client_will_get():
     }
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}, "routed_dp_rank": 1}
     request = parse_request(json.dumps(streamed).encode(), Endpoint.CHAT)
-    assert json.loads(room_prefill_body(request, ROOM)) == {**body, "stream": False, **json.loads(ROOM)}
+    assert json.loads(room_prefill_body(request, FIELDS)) == {**body, "stream": False, **json.loads(FIELDS)}
 
 
 def test_a_room_is_where_the_prefill_instance_says_or_at_the_host_of_its_url():
-    info = EngineInfo(handover=Handover.ROOM, bootstrap_port=8998)
+    info, decodes = EngineInfo(handover=Handover.ROOM, bootstrap_port=8998), EngineInfo(handover=Handover.ROOM)
     room = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": MAX_ROOM, "rid": None}
     prefill = Instance("http://10.0.0.5:30000", Role.PREFILL)
-    assert json.loads(room_at(prefill, info, MAX_ROOM)) == room
+    assert fields_of(room_between(prefill, info, decodes, MAX_ROOM)) == [room, room]
     info = EngineInfo(handover=Handover.ROOM, bootstrap_host="10.1.0.5", bootstrap_port=8998)
-    assert json.loads(room_at(prefill, info, MAX_ROOM)) == {**room, "bootstrap_host": "10.1.0.5"}
-    assert room_at(P0, UNKNOWN_ENGINE, 1) == b""
+    room["bootstrap_host"] = "10.1.0.5"
+    assert fields_of(room_between(prefill, info, decodes, MAX_ROOM)) == [room, room]
+    assert room_between(P0, UNKNOWN_ENGINE, UNKNOWN_ENGINE, 1) is None
 
 
 # --- playbooks
@@ -175,7 +186,7 @@ def test_a_lost_prefill_is_tried_on_another_instance_in_another_room():
 def test_the_only_prefill_instance_is_tried_again_where_decode_cannot_do_without():
     """It was an error: it may have been decode's."""
     flow = Flow(REQUEST)
-    again = [Start(P0, room_prefill_body(REQUEST, OTHER_ROOM)), AGAIN[1]]
+    again = [Start(P0, room_prefill_body(REQUEST, OTHER_FIELDS)), AGAIN[1]]
     play(
         flow,
         *to_room(),
@@ -249,7 +260,7 @@ def answers_to(commands: list, rng: random.Random) -> list:
         case Pick(role, excluded):
             left = [one for one in instances if one not in excluded]
             skips = [SkipPrefill("short_prompt")] if role is Role.PREFILL else []
-            room = ROOM if role is Role.PREFILL else b""
+            room = ROOM if role is Role.PREFILL else None
             picks = [Picked(one, room=room, computes=one is D1) for one in left]
             return [*picks, NoInstance(), Overloaded("ttft", 1), *skips]
         case Send():
@@ -273,7 +284,7 @@ def test_whatever_happens_a_decode_that_computes_nothing_is_never_asked_alone(se
         assert Send(D0, raw) not in commands
         if starts := [command for command in commands if isinstance(command, Start)]:
             begun += 1
-            assert [command.body[-len(ROOM) + 1 :] for command in (*starts, commands[-1])] == [ROOM[1:]] * 2
+            assert [command.body[-len(FIELDS) + 1 :] for command in (*starts, commands[-1])] == [FIELDS[1:]] * 2
         if flow.state is State.DONE:
             break
         event = rng.choice(answers_to(commands, rng))

@@ -39,16 +39,29 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """Where P and D meet. `prefill` and `decode` are the fields of their requests that say so, JSON objects.
+
+    A P of SGLang answers when D has read its cache. Any other answers when that is computed, and keeps it for D: `kept`
+    are the `kv_transfer_params` by which it can be released.
+    """
+
+    prefill: bytes
+    decode: bytes
+    kept: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Picked:
     """The instance that a `Pick` asked for; it counts as loaded from now on.
 
-    `is_early`: P shall refer to the cache before it has computed it. `room`: P refers to no cache, for P and D find one
-    another by these fields, a JSON object; then both are asked at once. `computes`: D can compute the prompt by itself.
+    `is_early`: P shall refer to the cache before it has computed it. `room`: P refers to no cache, for P and D meet;
+    then both are asked at once. `computes`: D can compute the prompt by itself.
     """
 
     instance: Instance
     is_early: bool = False
-    room: bytes = b""
+    room: Room | None = None
     computes: bool = True
 
 

@@ -56,7 +56,7 @@ async def _serve(
         # a moment, and the end of the process for seconds.
         gc.collect()
         gc.freeze()
-        name, model, address = options.engine_id, options.served_name, transfer.agent.address
+        name, model, address = options.engine_id, options.served_name, transfer.address
         words = f"{name}: {model} at {url}/v1, transfers at {address}"
         facts = {"engine_id": name, "model": model, "url": url, "transfer_address": address}
         console.announce(options.as_json, words, **facts)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.datastructures import Headers
@@ -161,7 +163,13 @@ class FerryMiddleware:
             "cache": facts["cache"],
             "prefix_cache": bool(state.engine_client.vllm_config.cache_config.enable_prefix_caching),
             "early": bool(facts.get("early")) and num_replicas(state) == 1,
+            **self._meeting_place(state, facts),
         }
+
+    def _meeting_place(self, state: Any, facts: Mapping[str, str]) -> dict[str, object]:
+        """Of several replicas it is not known in advance which one computes a prompt: they only decode in rooms."""
+        place = urlsplit(facts.get("address", "") if num_replicas(state) == 1 else "")
+        return {"meets_in_rooms": True, "bootstrap_host": place.hostname or "", "bootstrap_port": place.port or 0}
 
 
 def _refusal(error: FerryError) -> Response:

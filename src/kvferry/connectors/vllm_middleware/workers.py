@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvferry import Reason, Reference
 from kvferry.errors import ConfigurationError, FerryError, TransferError
 
@@ -56,10 +58,13 @@ class Workers:
         return EarlyFacts(facts["engine_id"], facts["epoch"], facts["key"], self._addresses)
 
     async def release(self, state: Any, reference: Reference) -> bool:
-        """End a lease of this engine; whether there was one.
+        """End a lease of this engine; whether there was one. A room's reference names no engine.
 
         Raises TransferError for another engine's or another process's, ConfigurationError, FerryError.
         """
+        if not reference.engine_id:
+            facts = await self.facts(state)
+            reference = replace(reference, engine_id=facts["engine_id"], epoch=facts["epoch"])
         if foreign := self._foreign(state, reference):
             raise _not_ours(foreign)
         asked = (reference.engine_id, reference.epoch, reference.request_id, reference.lease_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -100,7 +101,8 @@ class Endpoints:
 
     async def info(self, request: Request) -> Response:
         """Who this is, for routers: they never pair engines that cannot exchange a cache."""
-        info = self._service.info
+        info, transfer = self._service.info, self._service.transfer
+        place = urlsplit(transfer.address)
         body: dict[str, object] = {
             "engine": "kvferry",
             "version": __version__,
@@ -111,7 +113,10 @@ class Endpoints:
             "cache": info.cache,
             "prefix_cache": False,
             "early": True,
-            "peers": peers_json(self._service.transfer.peers),
+            "meets_in_rooms": True,
+            "bootstrap_host": place.hostname,
+            "bootstrap_port": place.port,
+            "peers": peers_json(transfer.peers),
         }
         return json_response(body, {})
 

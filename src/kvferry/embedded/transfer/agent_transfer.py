@@ -146,6 +146,11 @@ class AgentTransfer:
             raise
 
     @property
+    def address(self) -> str:
+        """Where it listens for other agents: `tcp://IP:port`."""
+        return self.agent.address
+
+    @property
     def peers(self) -> tuple[PeerReport, ...]:
         """How each connected peer is reached, and what that was chosen from."""
         return self.agent.peers

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from urllib.parse import urlsplit
 
 import msgspec
-
-from kvferry.router.policy.records import Instance
-
-MAX_ROOM = (1 << 63) - 1
 
 
 class Handover(StrEnum):
@@ -28,9 +23,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     `epoch` is new at every start. `cache` names what is kept of a request: equal names can be exchanged, whatever the
     parallelism, block size and memory format. Engines with a `wire_version` are kvferry's own. Without a `prefix_cache`
     nothing that was sent there before spares it any work. With `early` it can refer to a prompt's cache before it has
-    computed it. Engines whose `handover` is a room are found at `bootstrap_port` of `bootstrap_host`, or of the host of
-    their URL, and exchange caches over the same `transfer_backend`. One that does not compute prompts serves only what
-    a prefill has computed.
+    computed it. Those of another `handover` that `meets_in_rooms` can do that as well. Servers of SGLang have the same
+    `transfer_backend`. In a room a prefill is found at `bootstrap_port` of `bootstrap_host`, or of the host of its URL.
+    One that does not compute prompts serves only what a prefill has computed.
     """
 
     engine: str = ""
@@ -42,13 +37,28 @@ class EngineInfo(msgspec.Struct, frozen=True):
     prefix_cache: bool = True
     early: bool = False
     handover: Handover = Handover.REFERENCE
+    meets_in_rooms: bool = False
     transfer_backend: str = ""
     bootstrap_host: str = ""
     bootstrap_port: int = 0
     computes_prompts: bool = True
 
+    @property
+    def can_meet_others(self) -> bool:
+        """Whether an engine of another kind can meet it in a room: what they say to one another there is kvferry's."""
+        return bool(self.wire_version) and (self.meets_in_rooms or self.handover is Handover.ROOM)
+
 
 UNKNOWN_ENGINE = EngineInfo()
+
+
+def handover_between(prefill: EngineInfo, decode: EngineInfo) -> Handover:
+    """How the cache of one gets to the other: as both do it, else in a room, if both can and it is known where."""
+    if prefill.handover is decode.handover:
+        return prefill.handover
+    is_served = Handover.NONE not in (prefill.handover, decode.handover)
+    can_meet = prefill.can_meet_others and decode.can_meet_others and prefill.bootstrap_port > 0
+    return Handover.ROOM if is_served and can_meet else Handover.NONE
 
 
 def differences(prefill: EngineInfo, decode: EngineInfo) -> tuple[str, ...]:
@@ -60,7 +70,7 @@ def differences(prefill: EngineInfo, decode: EngineInfo) -> tuple[str, ...]:
     found = []
     if prefill.models and decode.models and not set(prefill.models) & set(decode.models):
         found.append(f"model: {', '.join(prefill.models)} and {', '.join(decode.models)}")
-    if prefill.handover is not decode.handover or Handover.NONE in (prefill.handover, decode.handover):
+    if handover_between(prefill, decode) is Handover.NONE:
         found.append(f"handover: {prefill.handover} and {decode.handover}")
     names = ["transfer_backend", "wire_version", "cache"]
     if prefill.engine == decode.engine and not prefill.wire_version and not decode.wire_version:
@@ -68,14 +78,3 @@ def differences(prefill: EngineInfo, decode: EngineInfo) -> tuple[str, ...]:
     values = ((name, getattr(prefill, name), getattr(decode, name)) for name in names)
     found.extend(f"{name}: {left} and {right}" for name, left, right in values if left and right and left != right)
     return tuple(found)
-
-
-def room_at(prefill: Instance, info: EngineInfo, number: int) -> bytes:
-    """The fields of a room of this prefill instance, a JSON object; empty where its caches are found by a reference.
-
-    Without the client's `rid`: SGLang refuses one that it still knows, as it may after a try that failed."""
-    if info.handover is not Handover.ROOM:
-        return b""
-    host, port = info.bootstrap_host or urlsplit(prefill.url).hostname, info.bootstrap_port
-    fields = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": number, "rid": None}
-    return msgspec.json.encode(fields)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from kvferry.kv_transfer_params import MAX_ROOM
 from kvferry.router.commands import Count, Counted, Pick, Send, Start
 from kvferry.router.events import (
     PREFILL_FAILS,
@@ -22,8 +23,9 @@ from kvferry.router.events import (
     Picked,
     Promised,
 )
-from kvferry.router.fleet.engine_info import MAX_ROOM, room_at
+from kvferry.router.fleet.engine_info import Handover
 from kvferry.router.fleet.instance import InstanceRequest, Reservation
+from kvferry.router.fleet.rooms import room_between
 from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import EarlyPrefill, PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder
@@ -90,7 +92,7 @@ class Dispatcher:
         if isinstance(found, Reservation):
             self._reserved[command.role] = found
             self._outcomes.chosen(found.instance, partners)
-            return self._picked(found.instance)
+            return self._picked(found.instance, partners)
         return found
 
     def start(self, command: Start) -> None:
@@ -103,7 +105,9 @@ class Dispatcher:
         self.timing.answered(Role.PREFILL, now, [])
         self.timing.promised()
         self._usage.cached_tokens = None
-        ended = partial(self._early_ended, self._outcomes.hears_end_in_room)
+        waits = self._services.pool.info_of(command.instance).handover is Handover.ROOM
+        hears = self._outcomes.hears_end_of_reading if waits else self._outcomes.hears_end_in_room
+        ended = partial(self._early_ended, hears)
         self._usage.early = EarlyPrefill(request, request.run, ended)
 
     async def send(self, command: Send, path: Path) -> Event:
@@ -196,15 +200,16 @@ class Dispatcher:
             request.trace.ended(outcome_of(event))
         self._outcomes.hears(event, request.headers, self.timing.handover_s)
 
-    def _picked(self, instance: Instance) -> Picked:
+    def _picked(self, instance: Instance, partners: tuple[Instance, ...]) -> Picked:
         """What a chosen instance can do, and how its request is to begin."""
         info = self._services.pool.info_of(instance)
-        if instance.role is Role.DECODE:
+        if not partners:
             return Picked(instance, computes=info.computes_prompts)
         from_tokens = self._services.config.early_from_tokens
         is_long = 0 < from_tokens <= self._call.cost.prompt_tokens
         # Another room for every try: an engine may still be busy with what was asked before.
-        room = room_at(instance, info, 1 + secrets.randbelow(MAX_ROOM))
+        number = 1 + secrets.randbelow(MAX_ROOM)
+        room = room_between(instance, info, self._services.pool.info_of(partners[0]), number)
         return Picked(instance, is_early=is_long and info.early, room=room)
 
     def _early_ended(self, hears: Callable[[Reservation, Event], str], request: UpstreamRequest, event: Event) -> None:

@@ -165,17 +165,22 @@ class OutcomeRecorder:
         return ""
 
     def hears_end_in_room(self, prefill: Reservation, event: Event) -> str:
+        """The same in a room: a refusal is about the request, unless the instance has too much to do."""
+        match event:
+            case Answered(status, _) if 400 <= status < 500 and status != 429:
+                return PREFILL_REFUSED
+        return self.hears_end(prefill, event)
+
+    def hears_end_of_reading(self, prefill: Reservation, event: Event) -> str:
         """The same of a prefill that answers when decode has read its cache: an error may be the fault of either, as is
-        an answer that does not come, and a refusal is about the request, unless the instance has too much to do."""
+        an answer that does not come."""
         match event:
             case Failed(reason, _) if reason == DEADLINE:
                 return reason
-            case Answered(status, _) if 400 <= status < 500 and status != 429:
-                return PREFILL_REFUSED
             case Answered(status, body) if status >= 500 and self._pair is not None:
                 self._judge_divided(self._pair, status, body)
                 return f"status_{status}"
-        return self.hears_end(prefill, event)
+        return self.hears_end_in_room(prefill, event)
 
     def end(self) -> None:
         """The request is over: nothing more will be heard of it."""

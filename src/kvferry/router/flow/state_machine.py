@@ -13,8 +13,8 @@ The last command of a batch is the one that is answered by the next event. Rules
 * a computed cache that D will not answer from is released: P would keep it until its lease runs out;
 * a P that is asked early promises the cache before it is computed. D is asked at once and answers when it has come. How
   P's own request ends is no event: should it fail, D's request has failed for want of a cache;
-* P and D that find one another in a room are asked at once, each try in a room of its own. P answers when D has read
-  its cache, so how its request ends is no event either;
+* P and D that find one another in a room are asked at once, each try in a room of its own. P answers beside D, one of
+  SGLang not before D has read its cache, so how its request ends is no event either;
 * a D that cannot compute prompts is never asked alone: another D is, if one can, or the client is told why not;
 * when the time is over that the client has given the request, nothing is tried again and nobody is to blame;
 * where D shall not compute prompts in place of P, what D alone would have served is refused. A request that cannot be
@@ -31,7 +31,7 @@ from kvferry.errors import IllegalEventError
 from kvferry.router import commands, events
 from kvferry.router.commands import Command, Count, Counted
 from kvferry.router.config import PrefillFallback
-from kvferry.router.events import Event, Path
+from kvferry.router.events import Event, Path, Room
 from kvferry.router.flow import refusals
 from kvferry.router.flow.attempts import Attempts
 from kvferry.router.flow.engine_response import can_be_released, kept_cache, lost_cache
@@ -39,6 +39,7 @@ from kvferry.router.policy.records import Instance, NoInstance, Overloaded, Role
 from kvferry.router.request.client_request import (
     ClientRequest,
     decode_body,
+    first_token_body,
     prefill_body,
     room_decode_body,
     room_prefill_body,
@@ -115,9 +116,8 @@ class Flow:
     def take_prefill(self, event: events.Picked) -> list[Command]:
         self._picked[Role.PREFILL] = event.instance
         counts = self._attempts.count(Role.PREFILL)
-        if event.room:
-            start = commands.Start(event.instance, room_prefill_body(self._request, event.room))
-            return [*counts, start, *self._send_decode(room_decode_body(self._request, event.room))]
+        if event.room is not None:
+            return [*counts, *self._meet(event.instance, event.room)]
         self.state = State.PREFILLING
         return [*counts, commands.Send(event.instance, prefill_body(self._request, event.is_early))]
 
@@ -178,7 +178,7 @@ class Flow:
         if event.reason == events.TOO_LATE:
             return [*self._release(events.TOO_LATE), *self._finish(refusals.too_late(event))]
         if event.reason == events.PREFILL_REFUSED:
-            return self._finish(commands.Forward())
+            return self._hear_refusal()
         if event.reason == events.PREFILL_LOST:
             return self._lose_promise(event)
         return self._lose_decode(event.reason, refusals.decode_failed(event))
@@ -209,6 +209,17 @@ class Flow:
     def _pick(self, role: Role) -> list[Command]:
         self.state = State.PICKING_DECODE if role is Role.DECODE else State.PICKING_PREFILL
         return [commands.Pick(role, self._attempts.failed, alone=bool(self._alone_for))]
+
+    def _meet(self, prefill: Instance, room: Room) -> list[Command]:
+        self._kept = room.kept
+        body = (first_token_body if room.kept else room_prefill_body)(self._request, room.prefill)
+        return [commands.Start(prefill, body), *self._send_decode(room_decode_body(self._request, room.decode))]
+
+    def _hear_refusal(self) -> list[Command]:
+        """P has refused its request beside D, which was ended by us: what P would keep is not there."""
+        self._kept = b""
+        is_ps_word = self._refuses or not self._computes
+        return self._finish(commands.Forward()) if is_ps_word else self._decode_alone("prefill_refused")
 
     def _send_decode(self, body: bytes) -> list[Command]:
         self.state = State.DECODING
@@ -312,7 +323,7 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], tuple[Callable[[Flow, Any], list
     (State.PREFILLING, events.ClientGone): (Flow.abandon, (State.DONE,)),
     (State.DECODING, events.Opened): (Flow.relay, (State.RELAYING,)),
     (State.DECODING, events.Answered): (Flow.take_decode_answer, AGAIN_OR_DONE),
-    (State.DECODING, events.Failed): (Flow.lose_decode, AGAIN_OR_DONE),
+    (State.DECODING, events.Failed): (Flow.lose_decode, ALONE),
     (State.DECODING, events.ClientGone): (Flow.abandon, (State.DONE,)),
     (State.RELAYING, events.Ended): (Flow.end, (State.DONE,)),
     (State.RELAYING, events.Failed): (Flow.break_off, (State.DONE,)),

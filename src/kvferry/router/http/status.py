@@ -69,6 +69,7 @@ def _instance_status(state: InstanceState, now: float) -> dict[str, object]:
         "engine": info.engine,
         "version": info.version,
         "handover": str(info.handover),
+        "meets_in_rooms": info.can_meet_others,
         "wire_version": info.wire_version,
         "epoch": info.epoch,
         "models": list(info.models),

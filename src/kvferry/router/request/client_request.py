@@ -17,12 +17,14 @@ from kvferry.http.disaggregation import DECISIVE, decode_only_reason
 from kvferry.http.prefill_fields import Endpoint, dropped, dropped_before_first_token
 from kvferry.router.policy.records import RequestCost
 from kvferry.router.request.headers import Headers
+from kvferry.router.request.lenient_json import decoded
 
 __all__ = [
     "Call",
     "ClientRequest",
     "Endpoint",
     "decode_body",
+    "first_token_body",
     "parse_request",
     "prefill_body",
     "room_decode_body",
@@ -162,16 +164,31 @@ def decode_body(request: ClientRequest, transfer: bytes) -> bytes:
 
 
 def room_prefill_body(request: ClientRequest, room: bytes) -> bytes:
-    """The body of a prefill request whose cache, and first token, are found by `room`, a JSON object of the fields that
-    both instances are given."""
-    left_out = NOT_BEFORE_FIRST_TOKEN[request.endpoint]
-    body: dict[str, Any] = {key: raw for key, raw in request.fields.items() if key not in left_out}
-    body["stream"] = False
+    """The body of a prefill request of SGLang, whose cache and first token are found by the fields of `room`, a JSON
+    object. How many tokens the answer may have is D's concern."""
+    return _with_fields(msgspec.json.encode(_before_first_token(request)), room)
+
+
+def first_token_body(request: ClientRequest, room: bytes) -> bytes:
+    """The same for other engines: they are asked for the one token, which is drawn as the client wants it."""
+    body = _before_first_token(request)
+    body["max_tokens"] = 1
+    if "max_completion_tokens" in body:
+        body["max_completion_tokens"] = 1
+    least = decoded(request.fields.get("min_tokens", NULL), int)
+    if least is not None:
+        # More than the one would be refused; with none, the first token may be one that ends the answer.
+        body["min_tokens"] = min(least, 1)
     return _with_fields(msgspec.json.encode(body), room)
 
 
+def _before_first_token(request: ClientRequest) -> dict[str, Any]:
+    left_out = NOT_BEFORE_FIRST_TOKEN[request.endpoint]
+    return {key: raw for key, raw in request.fields.items() if key not in left_out} | {"stream": False}
+
+
 def room_decode_body(request: ClientRequest, room: bytes) -> bytes:
-    """The client's own bytes with the fields of `room`."""
+    """The client's own bytes with the fields of `room`, a JSON object."""
     return _with_fields(request.raw, room)
 
 

@@ -1,0 +1,31 @@
+"""Rooms in which two engines meet, and the fields by which each of them is told of one, in its own words: pure."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvferry.kv_transfer_params import room_params
+from kvferry.router.events import Room
+from kvferry.router.fleet.engine_info import EngineInfo, Handover, handover_between
+from kvferry.router.policy.records import Instance
+
+
+def room_between(prefill: Instance, info: EngineInfo, decode: EngineInfo, number: int) -> Room | None:
+    """The room of this number at a prefill instance; `info` and `decode` are what the two say of themselves. None where
+    the cache goes by a reference."""
+    if handover_between(info, decode) is not Handover.ROOM:
+        return None
+    host, port = info.bootstrap_host or urlsplit(prefill.url).hostname or "", info.bootstrap_port
+    # Without the client's `rid`: SGLang refuses one that it still knows, as it may after a try that failed.
+    of_sglang = _json({"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": number, "rid": None})
+    cache = room_params(number, host, port)
+    for_decode = of_sglang if decode.handover is Handover.ROOM else _json({"kv_transfer_params": cache})
+    if info.handover is Handover.ROOM:
+        return Room(of_sglang, for_decode)
+    asked = {"do_remote_decode": True, "kvferry": {"room": number}}
+    return Room(_json({"kv_transfer_params": asked}), for_decode, kept=_json(cache))
+
+
+_json = msgspec.json.encode
