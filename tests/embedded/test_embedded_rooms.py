@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -66,6 +70,53 @@ def test_a_room_is_for_one_request_at_a_time(loop: Loop, prefiller: Served) -> N
     prefiller.engine.release(answer["kv_transfer_params"]["remote_request_id"])
     loop.run(prefiller.engine.idle())
     prefiller.transfer.offers.tables.clear()
+
+
+@contextmanager
+def waiting_for_room(loop: Loop, prefiller: Served) -> Iterator[Future[tuple[int, dict[str, Any]]]]:
+    """A prefill request in a room, and an engine that is full with one that is `held`."""
+    engine, promised = prefiller.engine, prefiller.transfer.offers.promised
+    promised.pop(room_names(ROOM)[0], None)
+
+    async def until_promised() -> None:
+        while room_names(ROOM)[0] not in promised or not engine.block_usage().num_waiting:
+            await asyncio.sleep(0)
+
+    loop.run(engine.prefill(request("held", engine.block_usage().capacity[0] * 16 - 1, 1)))
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(prefiller.ask, COMPLETIONS, ask_for(40, room=ROOM))
+        try:
+            loop.run(until_promised())
+            yield asking
+        finally:
+            engine.release("held")
+
+
+def test_a_cache_is_promised_before_there_is_room_for_it(loop: Loop, prefiller: Served, decoder: Served) -> None:
+    """Who reads it is asked at the same time, and does not wait long for a lease that does not exist."""
+    with waiting_for_room(loop, prefiller) as asking:
+        prefiller.engine.release("held")
+        status, answer = asking.result()
+    assert status == 200
+    asked = ask_for(40) | {"kv_transfer_params": answer["kv_transfer_params"]}
+    assert decoder.ask(COMPLETIONS, asked)[0] == 200
+
+
+def test_a_promise_that_is_not_wanted_any_more_waits_for_no_room(loop: Loop, prefiller: Served) -> None:
+    with waiting_for_room(loop, prefiller) as asking:
+        prefiller.engine.release(room_names(ROOM)[0])  # as the transfer does
+        status, answer = asking.result()
+    assert (status, answer["error"]["code"]) == (502, "aborted")
+    assert room_names(ROOM)[0] in prefiller.transfer.aborted
+
+
+def test_a_room_in_which_one_waits_is_not_for_another(loop: Loop, prefiller: Served) -> None:
+    with waiting_for_room(loop, prefiller) as asking:
+        aborted = list(prefiller.transfer.aborted)
+        assert prefiller.ask(COMPLETIONS, ask_for(50, room=ROOM))[0] == 400
+        assert prefiller.transfer.aborted == aborted
+        prefiller.engine.release(room_names(ROOM)[0])
+        assert asking.result()[0] == 502
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -97,12 +97,15 @@ class Engine:
             undo.pop_all()
         return Prefilled(first, held.num_tokens, held.block_tables)
 
-    async def begin(self, request: Request) -> None:
+    async def begin(self, request: Request, announce: Callable[[], Awaitable[object]] | None = None) -> None:
         """Begin what `prefill` does and return when it has room; `finish` goes on. Blocks are held until `release`.
 
-        Raises as `prefill`.
+        `announce` is called before it waits for room: the request is known by its id. Raises as `prefill` and
+        `announce`, and RequestError for a request that is released while it waits.
         """
-        await self._admit(request, len(request.prompt), is_leased=True)
+        entry = await self._admit(request, len(request.prompt), is_leased=True, announce=announce)
+        if entry.freeing:
+            raise _ended(request.request_id)
         self._core.admit(replace(_job(request, 1, num_cached=0, hold=True), tells_progress=True))
 
     async def finish(self, request_id: str, tell: Callable[[Grown], None]) -> Prefilled:
@@ -163,7 +166,13 @@ class Engine:
             with contextlib.suppress(RuntimeError):  # the loop was closed: so is the engine
                 self._loop.call_soon_threadsafe(self._release, request_id)
 
-    async def _admit(self, request: Request, num_tokens: int, is_leased: bool) -> Entry:
+    async def _admit(
+        self,
+        request: Request,
+        num_tokens: int,
+        is_leased: bool,
+        announce: Callable[[], Awaitable[object]] | None = None,
+    ) -> Entry:
         """`num_tokens` is how many tokens of the sequence will be in the cache at most."""
         self._check(request)
         entry = Entry(request, is_leased)
@@ -171,6 +180,8 @@ class Engine:
         self._idle.clear()
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget, request.request_id)
+            if announce is not None:
+                await announce()
             await self._admission.acquire(request.request_id, blocks_for(self._groups, num_tokens))
             undo.pop_all()
         return entry
@@ -207,7 +218,7 @@ class Engine:
         if entry is None or entry.freeing:
             return
         entry.freeing = True
-        entry.fail(RequestError("the request was ended", found=request_id))
+        entry.fail(_ended(request_id))
         if self._failure:
             self._forget(request_id)
         else:
@@ -216,7 +227,7 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         """The blocks are really free: somebody else may have them."""
         if self._entries.pop(request_id, None) is not None:
-            self._admission.refuse(request_id, RequestError("the request was ended", found=request_id))
+            self._admission.refuse(request_id, _ended(request_id))
         if not self._entries:
             self._idle.set()
 
@@ -244,6 +255,10 @@ class Engine:
             entry.fail(error)
             self._admission.refuse(request_id, error)
             self._forget(request_id)
+
+
+def _ended(request_id: str) -> RequestError:
+    return RequestError("the request was ended", found=request_id)
 
 
 def _job(request: Request, max_new_tokens: int, num_cached: int, hold: bool) -> Job:

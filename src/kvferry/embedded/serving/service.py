@@ -174,13 +174,7 @@ class Service:
     async def _prefill_early(self, call: TokenizedRequest) -> AsyncGenerator[AnswerChunk, None]:
         """The reference first. From then on the blocks come back through the transfer only, however this ends."""
         request_id = call.requests[0].request_id
-        await self.engine.begin(replace(call.requests[0], max_new_tokens=1))
-        with ExitStack() as undo:
-            undo.callback(self.engine.release, request_id)
-            prompt = call.prompt(len(call.requests[0].prompt))
-            reference = await self.transfer.promise(request_id, prompt, call.ask.role.room)
-            call.leased.append(request_id)
-            undo.pop_all()
+        reference = await (self._begin if call.ask.role.room is None else self._begin_in_room)(call)
         with ExitStack() as undo:
             undo.callback(self.transfer.abort, request_id)
             yield AnswerChunk("", (), "", reference=reference)
@@ -190,17 +184,49 @@ class Service:
             undo.pop_all()
         yield self._prefilled(call, prefilled.first, reference)
 
+    async def _begin(self, call: TokenizedRequest) -> dict[str, object]:
+        """Promise a prompt's cache when there is room for it."""
+        request = replace(call.requests[0], max_new_tokens=1)
+        await self.engine.begin(request)
+        with ExitStack() as undo:
+            undo.callback(self.engine.release, request.request_id)
+            reference = await self._promise(call)
+            undo.pop_all()
+        return reference
+
+    async def _begin_in_room(self, call: TokenizedRequest) -> dict[str, object]:
+        """Who reads has been asked as well, and does not wait long for a lease that does not exist: the cache is
+        promised before there is room."""
+        promised: list[dict[str, object]] = []
+
+        async def promise() -> None:
+            promised.append(await self._promise(call))
+
+        with ExitStack() as undo:
+            undo.callback(self.client_left, call)
+            try:
+                await self.engine.begin(replace(call.requests[0], max_new_tokens=1), promise)
+            except RequestError as error:
+                if not promised:
+                    raise
+                raise _unwanted(error) from error
+            undo.pop_all()
+        return promised[0]
+
+    async def _promise(self, call: TokenizedRequest) -> dict[str, object]:
+        request = call.requests[0]
+        reference = await self.transfer.promise(
+            request.request_id, call.prompt(len(request.prompt)), call.ask.role.room
+        )
+        call.leased.append(request.request_id)
+        return reference
+
     async def _finish(self, request_id: str) -> Prefilled:
         """Raises TransferError when the cache is not wanted any more before it is computed."""
         try:
             return await self.engine.finish(request_id, partial(self.transfer.grow, request_id))
         except RequestError as error:
-            raise TransferError(
-                Reason.ABORTED,
-                "no decode engine waits for this prompt's cache any more",
-                found=str(error),
-                hint="the decode request has given up, or the reference was released",
-            ) from error
+            raise _unwanted(error) from error
 
     def _prefilled(self, call: TokenizedRequest, first: Token, reference: dict[str, object]) -> AnswerChunk:
         report = Report(tokens_computed=first.num_computed)
@@ -300,3 +326,12 @@ class Service:
                 param="prompt",
             )
         return min(ask.default_new_tokens, room)
+
+
+def _unwanted(error: RequestError) -> TransferError:
+    return TransferError(
+        Reason.ABORTED,
+        "no decode engine waits for this prompt's cache any more",
+        found=str(error),
+        hint="the decode request has given up, or the reference was released",
+    )
