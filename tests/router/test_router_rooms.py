@@ -318,9 +318,9 @@ def test_what_a_server_says_of_itself():
     assert (info.handover, info.bootstrap_port, info.computes_prompts) == (Handover.ROOM, 8998, False)
     whole = told("null", Role.DECODE)
     assert (whole.handover, whole.computes_prompts) == (Handover.NONE, True)
-    ours = told("prefill", Role.PREFILL, kvferry={"host": "10.1.0.5", "wire_version": "8"})
-    assert (ours.bootstrap_host, ours.wire_version) == ("10.1.0.5", "8")
-    assert (info.bootstrap_host, info.wire_version) == ("", "")
+    ours = told("prefill", Role.PREFILL, kvferry={"host": "10.1.0.5", "wire_version": "8", "cache": "abc"})
+    assert (ours.bootstrap_host, ours.wire_version, ours.cache) == ("10.1.0.5", "8", "abc")
+    assert (info.bootstrap_host, info.wire_version, info.cache) == ("", "", "")
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"no json", b'{"disaggregation_bootstrap_port": "x"}'])

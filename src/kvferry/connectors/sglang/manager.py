@@ -75,6 +75,7 @@ class FerryManager(BaseKVManager):
         ranks = Ranks(parallel.pp_size * parallel.tp_size, number_of_rank, parallel.world_group.cpu_group)
         port = server_args.disaggregation_bootstrap_port if is_prefill else 0
         self.rank = Rank(settings, layout, lambda layouts: device.cache(layouts, memories), ranks, port)
+        self.cache = self.rank.cache_name
         # The receiver of each room on this rank, for SGLang to ask after those that have failed.
         self._receivers: dict[int, Writing] = {}
         if not is_prefill:

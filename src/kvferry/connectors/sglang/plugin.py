@@ -23,6 +23,10 @@ _UTILS = "sglang.srt.disaggregation.utils"
 _INFO = "sglang.srt.utils.common"
 _PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 _DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
+"""A scheduler's, of which it has the one of its mode."""
+_CACHE = "kvferry_cache"
 _MAKERS = (
     (_PREFILL, "_init_kv_manager"),
     (_DECODE, "_init_kv_manager"),
@@ -94,6 +98,7 @@ def _register() -> None:
     # A router can do without.
     if hasattr(import_module(_INFO), "build_server_info"):
         HookRegistry.register(f"{_INFO}.build_server_info", introduce, HookType.AFTER)
+        HookRegistry.register(f"{_SCHEDULER}.get_init_info", name_cache, HookType.AFTER)
     if NAME not in DISAGG_TRANSFER_BACKEND_CHOICES:
         add_disagg_transfer_backend_choices([NAME])
 
@@ -123,12 +128,22 @@ def _add_member(backends: Any) -> None:
     backends._value2member_map_[NAME] = member
 
 
+def name_cache(told: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """What a scheduler process tells that of the HTTP server when it is ready: the name of what its pool keeps."""
+    queues = (getattr(scheduler, queue, None) for queue in _QUEUES)
+    found = (getattr(getattr(queue, "kv_manager", None), "cache", "") for queue in queues)
+    name = next(filter(None, found), "")
+    return {**told, _CACHE: name} if name else told
+
+
 def introduce(told: dict[str, Any], *_: object) -> dict[str, Any]:
-    """What `/server_info` tells a router besides SGLang's own options: where a prefill's rank 0 is reached, and which
-    agents can understand it."""
+    """What `/server_info` tells a router besides the options of SGLang: where a prefill is reached, which agents
+    understand it, and which engines keep the same of a request."""
     if told.get("disaggregation_transfer_backend") != NAME:
         return told
-    return {**told, NAME: {"host": settings_from(os.environ).host, "wire_version": str(WIRE_VERSION)}}
+    others = {name: value for name, value in told.items() if name != _CACHE}
+    backend = {"host": settings_from(os.environ).host, "wire_version": str(WIRE_VERSION), "cache": told.get(_CACHE, "")}
+    return {**others, NAME: backend}
 
 
 def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:

@@ -51,7 +51,7 @@ from kvferry.connectors.sglang.settings import Settings
 from kvferry.connectors.timing import timing_of
 from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.kv_transfer_params import room_names
-from kvferry.layout import Layout
+from kvferry.layout import Layout, contents
 from kvferry.options import digest_policy_named, direction_named, may_switch_direction, staging_named
 
 logger = logging.getLogger(__name__)
@@ -123,6 +123,7 @@ class Rank:
         self._nowhere: BlockTables = ((),) * len(layout.groups)
         words = ranks.gather(msgspec.msgpack.encode(ours))
         everyone = [msgspec.msgpack.decode(word, type=Introduction) for word in words]
+        self.cache_name = contents(*(each.layout for each in everyone))
         config = AgentConfig(
             everyone[0].engine_id,
             everyone[0].epoch,

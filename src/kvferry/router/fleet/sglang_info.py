@@ -16,10 +16,11 @@ WHOLE = "null"
 
 
 class BackendInfo(msgspec.Struct):
-    """What kvferry's transfer backend adds, where that is used: where it listens, and its version."""
+    """What kvferry's transfer backend adds, where that is used: where it listens, its version, and what is kept."""
 
     host: str = ""
     wire_version: str = ""
+    cache: str = ""
 
 
 class ServerInfo(msgspec.Struct):
@@ -43,6 +44,7 @@ def sglang_info(told: bytes, role: Role, models: tuple[str, ...]) -> EngineInfo:
         version=server.version,
         wire_version=server.kvferry.wire_version,
         models=models,
+        cache=server.kvferry.cache,
         handover=Handover.ROOM if server.disaggregation_mode == role else Handover.NONE,
         transfer_backend=server.disaggregation_transfer_backend,
         bootstrap_host=server.kvferry.host,
