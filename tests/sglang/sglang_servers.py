@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,19 @@ ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_HOST_IP": "127.0.0.1",
     "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": str(STAND_INS),
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "KVFERRY_SGLANG_CONFIG": json.dumps({"lease_s": LEASE_S}),
 }
+
+
+def environment() -> dict[str, str]:
+    """Of every server; where modules are looked for is added to what that is already."""
+    path = os.pathsep.join([str(STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**ENVIRONMENT, "PYTHONPATH": path}
+
+
 # With overlap scheduling SGLang makes a CUDA event when a prefix is cached, which ends a prefill server on the CPU.
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -67,7 +75,7 @@ class SGLangServer(EngineServer):
 
     def environment(self) -> dict[str, str]:
         cores = "|".join("01"[number % 2] for number in range(self.spec.tp * self.spec.pp))
-        return {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": cores}
+        return {**environment(), "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
     def command(self) -> list[str]:
         return [

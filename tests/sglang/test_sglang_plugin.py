@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from sglang_servers import ENVIRONMENT
+from sglang_servers import environment
 
 CHECK = """
 import os
@@ -28,7 +28,7 @@ print("it is used")
 
 
 def test_what_sglang_would_do_is_known_before_it_starts():
-    command, environment = [sys.executable, "-c", CHECK], {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command, variables = [sys.executable, "-c", CHECK], {**os.environ, **environment()}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert "does not load kvferry's plug-in; found: SGLANG_PLUGINS=another" in done.stdout, done.stderr
     assert "it is used" in done.stdout, done.stderr

@@ -24,16 +24,15 @@ CHAT = {
 
 @pytest.fixture
 def router(pair, tmp_path):
-    with routing(pair, tmp_path / "router.log") as router:
+    with routing(*pair.servers, tmp_path / "router.log") as router:
         yield router
 
 
 @one_pair
 def test_a_server_says_where_its_backend_listens(pair, spec):
-    assert told(f"{pair.prefill.url}/server_info")["kvferry"] == {
-        "host": "127.0.0.1",
-        "wire_version": str(WIRE_VERSION),
-    }
+    prefill, decode = (told(f"{server.url}/server_info")["kvferry"] for server in pair.servers)
+    assert prefill == {"host": "127.0.0.1", "wire_version": str(WIRE_VERSION), "cache": decode["cache"]}
+    assert decode["cache"]
 
 
 @one_pair

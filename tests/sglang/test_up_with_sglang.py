@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from sglang_servers import CPU_FLAGS, ENVIRONMENT
+from sglang_servers import CPU_FLAGS, environment
 
 WITHIN_S = 800.0
 
@@ -16,8 +16,8 @@ def test_once_answers_and_proves(running):
     running.stop()
     command = [sys.executable, "-m", "kvferry", "up", "--engine", "sglang", "--decode-block-tokens", "64"]
     command += ["--once", "The ferry leaves at dawn", "--max-tokens", "8", "--json", "--", *CPU_FLAGS]
-    environment = {**os.environ, **ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "0"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    variables = {**os.environ, **environment(), "SGLANG_CPU_OMP_THREADS_BIND": "0"}
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=WITHIN_S, check=False)
     assert result.returncode == 0, result.stderr
     facts = json.loads(result.stdout)
     assert (facts["equal"], facts["path"], facts["text"] != "") == (True, "disaggregated", True)
