@@ -24,7 +24,7 @@ both_ways = pytest.mark.parametrize("direction", ["from SGLang", "to SGLang"])
 
 
 @pytest.fixture
-def router(pair, other, direction, tmp_path):
+def router(other, pair, direction, tmp_path):
     servers = (pair.prefill, other) if direction == "from SGLang" else (other, pair.decode)
     with routing(*servers, tmp_path / "router.log") as router:
         yield router
