@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.agent.transports.costs import costs_of
 from kvferry.plan.programs.copies import Direction
+from kvferry.plan.strategy.calibration import typical_device
 from kvferry.plan.strategy.cost_model import Counts, prices
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.transport.machine.facts import Place
@@ -141,6 +142,27 @@ def test_rows_of_device_memory_cost_what_the_device_takes(num_bytes, row_bytes, 
     found = measured(8.3, 1e-6, ("cma/memory", "cuda_ipc/cuda"))
     costs = replace(costs_of(found, Place.SAME_HOST, buffer_device="cuda"), slot_bytes=24 << 20)
     assert cheapest(num_bytes, row_bytes, costs) == expected
+
+
+def test_rows_of_device_memory_take_what_they_took_unless_those_of_host_memory_take_longer():
+    """Measured: 1.58 s for 256 Ki rows, and 6 ms for 512 of 24 KiB as well as for one slot of them."""
+    found = measured(8.3, 1e-6, ("cma/memory", "cuda_ipc/cuda"))
+    costs = replace(costs_of(found, Place.SAME_HOST, buffer_device="cuda"), slot_bytes=24 << 20)
+    many = {one.strategy: one.seconds for one in prices(Counts(96 * SLOT, 1 << 18, 1 << 18), costs)}
+    few = {one.strategy: one.seconds for one in prices(Counts(3 * SLOT, 512, 512), costs)}
+    assert many[Strategy.DIRECT] == pytest.approx(1.58, rel=0.1)
+    assert few[Strategy.PACK] == pytest.approx(few[Strategy.DIRECT], rel=0.2)
+    slow = replace(found, row_gigabytes_per_s=measured(8.3, 20e-6).row_gigabytes_per_s)
+    assert costs_of(slow, Place.SAME_HOST, buffer_device="cuda").row_s == pytest.approx(20e-6)
+
+
+def test_a_device_gathers_and_scatters_at_its_own_rates_but_slots_leave_no_faster_than_it_writes():
+    found, device = measured(8.3, 1e-6, ("cma/memory", "cuda_ipc/cuda")), typical_device(1.0)
+    costs = costs_of(found, Place.SAME_HOST, buffer_device="cuda")
+    rates = [(one.gather_bytes_per_s, one.scatter_bytes_per_s, one.copy_row_s) for one in (costs, device)]
+    assert rates[0] == rates[1]
+    slow = costs_of(replace(found, writing=WRITES["slow"]), Place.SAME_HOST, buffer_device="cuda")
+    assert slow.gather_bytes_per_s == WRITES["slow"].gigabytes_per_s * 1e9
 
 
 def test_between_hosts_a_card_posts_rows_of_device_memory_as_any_others():
