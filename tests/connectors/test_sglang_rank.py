@@ -15,9 +15,11 @@ from kvferry import (
     FirstToken,
     LeaseEnded,
     Located,
+    LocateFailed,
     Prompt,
     Reason,
     RemoteEngine,
+    Timing,
     TokenRange,
 )
 from kvferry.connectors.sglang import rank as module
@@ -26,7 +28,13 @@ from kvferry.connectors.sglang.rank import Rank, Ranks
 from kvferry.connectors.sglang.settings import Settings
 from kvferry.devices import cache_device
 from kvferry.errors import RequestError, TransferError
-from kvferry.options import StagingMemory
+from kvferry.options import (
+    StagingMemory,
+    digest_policy_named,
+    direction_named,
+    may_switch_direction,
+    staging_named,
+)
 
 DEADLINE_S = 60.0
 ROOM, FIRST = 77, FirstToken(17, -0.5, ((17, -0.5), (3, -2.0)))
@@ -107,9 +115,9 @@ def engine_of(prefill, decode):
     return found.engine
 
 
-def computed(prefill, num_tokens=18, pages=(3, 1, 4, 2, 6)):
-    leased = prefill.promise(ROOM, PROMPT)
-    prefill.grow(ROOM, pages, num_tokens, FIRST if num_tokens == 18 else None)
+def computed(prefill, num_tokens=18, pages=(3, 1, 4, 2, 6), room=ROOM):
+    leased = prefill.promise(room, PROMPT)
+    prefill.grow(room, pages, num_tokens, FIRST if num_tokens == 18 else None)
     return leased
 
 
@@ -123,6 +131,7 @@ class TestBetweenTwo:
         assert torch.equal(decode.pool.rows((5, 2, 7), 18), prefill.pool.rows((3, 1, 4, 2, 6), 18))
         prefill.wait_for(LeaseEnded)
         assert leased.ended == "done"
+        assert (decode._fetches, prefill._leases) == ({}, {})
 
     def test_only_what_is_asked_for_moves(self, prefill, decode):
         before = decode.pool.rows((5,), 8)
@@ -154,8 +163,16 @@ class TestBetweenTwo:
             prefill.promise(ROOM, PROMPT)
         prefill.withdraw(ROOM)
         prefill.wait_for(LeaseEnded)
-        assert leased.ended not in ("", "done")
+        assert leased.ended == "withdrawn"
         assert prefill.promise(ROOM, PROMPT).ended == ""
+
+    def test_a_lease_that_is_held_outlives_a_later_one_that_nobody_holds(self, new_rank, decode):
+        prefill = new_rank(4, Settings(transport="tcp", staging_bytes=16 << 20, lease_s=2.0))
+        leased = computed(prefill)
+        decode.hold(ROOM, engine_of(prefill, decode))
+        later = computed(prefill, room=ROOM + 1)
+        prefill.wait_for(LeaseEnded)
+        assert (leased.ended, later.ended) == ("", "expired")
 
     def test_a_lease_that_is_held_and_not_needed_ends_before_it_expires(self, prefill, decode):
         leased = computed(prefill)
@@ -163,7 +180,7 @@ class TestBetweenTwo:
         decode.hold(ROOM, engine)
         decode.decline(ROOM, engine)
         prefill.wait_for(LeaseEnded)
-        assert leased.ended not in ("", "expired")
+        assert leased.ended == "aborted"
 
     def test_two_fetches_of_one_room_are_two(self, prefill, decode):
         engine = engine_of(prefill, decode)
@@ -174,6 +191,7 @@ class TestBetweenTwo:
             decode.wait_for(module.BlocksReleased)
         assert first.is_over
         assert second.is_over
+        assert decode._fetches == {}
 
     def test_a_lease_that_nobody_reads_expires(self, new_rank):
         prefill = new_rank(4, Settings(transport="tcp", staging_bytes=16 << 20, lease_s=0.5))
@@ -197,13 +215,31 @@ class TestWithoutAnAgent:
             prefill.promise(ROOM + 1, PROMPT)
         with pytest.raises(TransferError, match="has stopped"):
             decode.fetch(ROOM, engine, (5, 2, 7), TokenRange(0, 18), PROMPT)
-        assert decode.engines.find("127.0.0.1:10") is not waiting
+        # Nobody is left to be told, and the scheduler goes on.
+        decode.decline(ROOM, engine)
+        later = decode.engines.find("127.0.0.1:10")
+        looked_up(decode)
+        assert isinstance(waiting.error, TransferError)
+        assert "has stopped" in str(later.error)
 
     def test_pages_that_a_source_may_still_write_to_are_not_free(self, decode, monkeypatch):
         fetching = decode._fetches["q"] = module.Fetching("q")
         monkeypatch.setattr(type(decode.agent), "written_ids", frozenset({"q"}))
         decode.hear(AgentStopped())
         assert (fetching.is_over, fetching.error is not None) == (False, True)
+
+    def test_what_has_failed_before_keeps_its_reason(self, decode):
+        failed = TransferError(Reason.DIGEST, "the received bytes differ")
+        fetching = decode._fetches["q"] = module.Fetching("q", error=failed)
+        decode.hear(AgentStopped())
+        assert (fetching.is_over, fetching.error) == (True, failed)
+
+    def test_nobody_at_an_address_is_an_error_of_whoever_asks(self, decode, monkeypatch):
+        monkeypatch.setattr(type(decode.agent), "locate", lambda agent, address: None)
+        waiting, error = decode.engines.find("127.0.0.1:9"), TransferError(Reason.DEADLINE, "nobody has answered")
+        looked_up(decode)
+        decode.hear(LocateFailed("tcp://127.0.0.1:9", error))
+        assert waiting.error is error
 
     def test_what_the_agent_refuses_leaves_nothing_behind(self, prefill, monkeypatch):
         def refuse(agent, asked):
@@ -219,6 +255,11 @@ class TestWithoutAnAgent:
         assert (prefill._fetches, prefill._leases) == ({}, {})
 
 
+def looked_up(rank):
+    """What the thread that looks up names was given before is done."""
+    rank.engines._resolver.submit(lambda: None).result(DEADLINE_S)
+
+
 OTHER_LAYOUT = describe(MHATokenToKVPool(16), RankFacts(0, 1, NUM_HEADS))[0]
 
 
@@ -230,7 +271,9 @@ class Others(Ranks):
         return [msgspec.msgpack.encode(introduction) if word[:4] != b"tcp:" else b"tcp://127.0.0.1:1", word]
 
 
-def test_an_engine_has_the_name_and_the_epoch_of_its_rank_0_which_alone_has_the_port(new_rank, monkeypatch):
+@pytest.fixture
+def opened(monkeypatch):
+    """The configurations of the agents that ranks open; none is opened."""
     opened = []
 
     def open_agent(config, cache, hear):
@@ -239,6 +282,10 @@ def test_an_engine_has_the_name_and_the_epoch_of_its_rank_0_which_alone_has_the_
 
     monkeypatch.setattr(module, "open_agent", open_agent)
     monkeypatch.setattr(module, "read_token", lambda path: f"the token in {path}")
+    return opened
+
+
+def test_an_engine_has_the_name_and_the_epoch_of_its_rank_0_which_alone_has_the_port(new_rank, opened):
     rank = new_rank(4, Settings(engine_id="ours", token_file="token"), Others(2, 1, None), 7000)
     new_rank(4, Settings(engine_id="ours", lease_s=7.5), Ranks(1, 0, None), 7000)
     other, alone = opened
@@ -248,6 +295,38 @@ def test_an_engine_has_the_name_and_the_epoch_of_its_rank_0_which_alone_has_the_
     assert (other.engine_id, other.epoch, other.rank, other.port) == ("first", "epoch-0", 1, 0)
     assert (alone.engine_id, alone.rank, alone.port) == ("ours", 0, 7000)
     assert (alone.timing.lease_s, alone.timing.early_claim_s) == (7.5, module.EARLY_CLAIM_S)
+    # Decode does not wait until prefill has answered.
+    assert alone.timing.early_claim_s > Timing().early_claim_s
+
+
+def test_what_is_set_is_what_the_agent_is_opened_with(new_rank, opened):
+    new_rank(4, Settings("", "10.0.0.5", "token", "tcp", "push", "full", "pack", 64 << 20))
+    (config,) = opened
+    assert (config.host, config.transport, config.staging_bytes) == ("10.0.0.5", "tcp", 64 << 20)
+    assert (config.digest, config.direction, config.may_switch_direction) == (
+        digest_policy_named("full"),
+        direction_named("push"),
+        may_switch_direction("push"),
+    )
+    assert config.staging == staging_named("pack", 64 << 20)
+
+
+def test_two_engines_without_a_name_are_two_and_two_starts_of_one_as_well(new_rank, opened, monkeypatch):
+    monkeypatch.setattr(module.socket, "gethostname", lambda: "a-name-that-is-long" * 5)
+    for engine_id in ("", "", "ours", "ours"):
+        new_rank(4, Settings(engine_id=engine_id))
+    assert len({config.engine_id for config in opened}) == 3
+    assert all(len(config.engine_id) <= module.MAX_ENGINE_ID for config in opened)
+    assert len({config.epoch for config in opened}) == 4
+
+
+def test_ranks_exchange_words_in_their_own_group(monkeypatch):
+    def all_gather(words, word, group):
+        words[:] = [f"{word.decode()} of {rank} in {group}".encode() for rank in range(len(words))]
+
+    monkeypatch.setattr(module.torch.distributed, "all_gather_object", all_gather)
+    assert Ranks(2, 1, "tp").gather(b"word") == [b"word of 0 in tp", b"word of 1 in tp"]
+    assert Ranks(1, 0, None).gather(b"word") == [b"word"]
 
 
 class _Agent:
