@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from import_path import import_path
 
 DEADLINE_S = 60.0
 SERVER = """
@@ -68,7 +69,7 @@ def starting(folder: Path, engine: str, modules: dict[str, str]) -> Iterator[Sta
     def start(*arguments: str, program: tuple[str, ...] = ("-m", "kvferry.cli.main")) -> subprocess.Popen[bytes]:
         command = [sys.executable, *program, "serve", "--engine", engine, "--port", "0", "--json"]
         pipe = subprocess.PIPE
-        environment = {**os.environ, "PYTHONPATH": str(folder), "STAND_IN_FOLDER": str(folder)}
+        environment = {**os.environ, "PYTHONPATH": import_path(folder), "STAND_IN_FOLDER": str(folder)}
         process = subprocess.Popen(
             [*command, "--model", str(folder), *arguments], stdin=pipe, stdout=pipe, stderr=pipe, env=environment
         )

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from import_path import import_path
 
 from kvferry import extras
 from kvferry.cli.engine_choice import SERVER_EXTRAS
@@ -33,7 +34,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 def run(tmp_path, *arguments, hidden=(*MODULES, "nixl", "nixl_cu12", "nixl_cu13", "vllm", "llvmlite")):
     """The command, in a Python that does not find these modules; nor do its children."""
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=tuple(hidden)))
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "COLUMNS": "80"}
+    environment = os.environ | {"PYTHONPATH": import_path(tmp_path), "COLUMNS": "80"}
     command = [sys.executable, "-m", "kvferry", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
@@ -115,7 +116,7 @@ def test_in_an_environment_without_an_engine_it_says_what_goes_into_that_of_the_
 )
 def test_nothing_but_base_libraries_is_needed_to_load(tmp_path, module, more):
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=(*MODULES, *more)))
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": import_path(tmp_path)}
     subprocess.run([sys.executable, "-c", f"import {module}"], env=environment, check=True, timeout=60)
 
 

@@ -24,6 +24,7 @@ import psutil
 import zmq
 from engines import oracle
 from frame_maker import FrameMaker
+from import_path import import_path
 from rank_process import NUM_TOKENS, TARGET, TARGET_TABLES, Rank
 
 from kvferry import SharedToken, read_token
@@ -64,7 +65,7 @@ class Victim:
 
     def __init__(self, token_file: str) -> None:
         command = [sys.executable, str(Path(__file__).with_name("rank_process.py")), token_file]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+        environment = os.environ | {"PYTHONPATH": import_path(Path(__file__).parents[1])}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
