@@ -159,7 +159,9 @@ class TestSender:
 
     def test_pages_are_offered_when_the_device_has_written_them(self, new_sender, manager, rank):
         done = []
-        manager.milestone = lambda: lambda: bool(done)
+        # What the device is given later has nothing to do with them.
+        milestones = iter([lambda: bool(done)])
+        manager.milestone = lambda: next(milestones)
         sender = new_sender()
         sender.init(3, 1)
         sender.send([4, 9, 2], [], 40)
@@ -177,6 +179,19 @@ class TestSender:
         sender.send([4], None, 16)
         sender.send([9, 2], [], 24)
         assert rank.said == []
+        done.append(True)
+        sender.poll()
+        assert [said[1] for said in rank.said] == [16, 40]
+
+    def test_that_event_is_of_one_chunk(self, new_sender, manager, rank):
+        done = []
+        manager.milestone = lambda: lambda: bool(done)
+        sender = new_sender()
+        sender.init(3, 1)
+        sender._early_send_wait_event = SimpleNamespace(query=lambda: True)
+        sender.send([4], None, 16)
+        sender.send([9, 2], [], 24)
+        assert [said[1] for said in rank.said] == [16]
         done.append(True)
         sender.poll()
         assert [said[1] for said in rank.said] == [16, 40]
@@ -199,6 +214,16 @@ class TestSender:
         asked = request(return_logprob=True, logprob=SimpleNamespace(top_logprobs_num=0))
         manager.metadata.output_token_logprobs_val[1, 0] = float("nan")
         sender = new_sender(asked)
+        sender.init(3, 1)
+        sender.send([4, 9, 2], [], 40)
+        assert (sender.poll(), rank.said) == (sglang.poll.Failed, [("withdraw",)])
+
+    def test_pages_that_the_agent_refuses_end_the_request(self, sglang, new_sender, rank):
+        def refuse(*_):
+            raise RequestError("these cannot travel")
+
+        rank.grow = refuse
+        sender = new_sender()
         sender.init(3, 1)
         sender.send([4, 9, 2], [], 40)
         assert (sender.poll(), rank.said) == (sglang.poll.Failed, [("withdraw",)])
@@ -233,6 +258,9 @@ class TestSender:
         assert (first.poll(), second.poll()) == (sglang.poll.WaitingForInput, sglang.poll.Failed)
         with pytest.raises(RequestError, match="same bootstrap_room"):
             second.failure_exception()
+        second.init(3, 1)
+        second.send([4, 9, 2], [], 40)
+        second.clear()
         # The first one's lease is none of its business.
         assert rank.said == []
 
@@ -262,6 +290,14 @@ class TestReceiver:
         rank.fetches[0].is_over = True
         assert receiver.poll() == sglang.poll.Success
         assert (int(manager.metadata.output_ids[1, 0]), int(manager.metadata.bootstrap_room[1, 0])) == (17, ROOM)
+
+    def test_a_row_is_filled_once_for_it_may_be_another_requests_by_then(self, sglang, new_receiver, manager, rank):
+        receiver = started(new_receiver, rank)
+        report = FetchReport(40, 1, 1, "shm", "", "direct", first_token=FirstToken(23))
+        rank.fetches[0].report, rank.fetches[0].is_over = report, True
+        assert receiver.poll() == sglang.poll.Success
+        manager.metadata.output_ids[1, 0] = 9
+        assert (receiver.poll(), int(manager.metadata.output_ids[1, 0])) == (sglang.poll.Success, 9)
 
     def test_a_prefix_that_is_here_does_not_move(self, new_receiver, rank):
         receiver = new_receiver()
@@ -314,6 +350,40 @@ class TestReceiver:
         getattr(receiver, end)()
         assert rank.said == [("hold", ENGINE), ("decline", ENGINE)]
 
+    def test_a_lease_that_was_held_and_then_fetched_is_not_declined(self, new_receiver, rank):
+        receiver = new_receiver()
+        rank.lookups[0].engine = ENGINE
+        receiver.init(0)
+        receiver.poll()
+        receiver.send_metadata([5, 6, 7], 1, None, 0)
+        rank.fetches[0].is_over = True
+        receiver.clear()
+        assert [said[0] for said in rank.said] == ["hold", "fetch"]
+
+    def test_nothing_is_fetched_for_a_client_that_has_left(self, sglang, new_receiver, rank):
+        """SGLang may have reserved the pages meanwhile, and frees them when it hears that the request has failed."""
+        receiver = new_receiver()
+        receiver.init(0)
+        receiver.abort()
+        rank.lookups[0].engine = ENGINE
+        receiver.send_metadata([5, 6, 7], 1, None, 0)
+        assert (receiver.poll(), rank.said) == (sglang.poll.Failed, [])
+
+    @pytest.mark.parametrize("asked", ["hold", "fetch"])
+    def test_what_the_agent_refuses_is_a_failure_of_its_request(self, sglang, new_receiver, rank, asked):
+        def refuse(*_):
+            raise RequestError("this cannot travel")
+
+        setattr(rank, asked, refuse)
+        receiver = new_receiver()
+        rank.lookups[0].engine = ENGINE
+        receiver.init(0)
+        receiver.poll()
+        receiver.send_metadata([5, 6, 7], 1, None, 0)
+        assert receiver.poll() == sglang.poll.Failed
+        with pytest.raises(RequestError, match="cannot travel"):
+            receiver.failure_exception()
+
     @pytest.mark.parametrize("first", [FirstToken(1 << 31), FirstToken(17, 1e300)])
     def test_a_first_token_that_does_not_fit_is_a_failure(self, sglang, new_receiver, rank, first):
         receiver = started(new_receiver, rank)
@@ -362,7 +432,10 @@ class TestReceiver:
     @pytest.mark.parametrize("reason", [Reason.WRONG_EPOCH, Reason.WRONG_ENGINE, Reason.PEER_LOST])
     def test_an_engine_that_was_started_again_is_met_again_once(self, sglang, new_receiver, rank, reason):
         receiver = started(new_receiver, rank)
-        rank.fetches[0].error, rank.fetches[0].is_over = TransferError(reason, "restarted"), True
+        rank.fetches[0].error = TransferError(reason, "restarted")
+        # The first try may still be written to the pages.
+        assert (receiver.poll(), len(rank.lookups)) == (sglang.poll.Transferring, 1)
+        rank.fetches[0].is_over = True
         assert receiver.poll() == sglang.poll.Transferring
         # Who was there before is not who is asked now.
         assert len(rank.lookups) == 2
@@ -371,6 +444,14 @@ class TestReceiver:
         assert rank.said[-1] == ("fetch", RESTARTED, ((5, 6, 7),), TokenRange(0, 40))
         rank.fetches[1].error, rank.fetches[1].is_over = TransferError(reason, "again"), True
         assert receiver.poll() == sglang.poll.Failed
+
+    def test_whoever_has_been_met_since_is_not_asked_again(self, sglang, new_receiver, rank):
+        receiver = started(new_receiver, rank)
+        rank.lookups.append(sglang.lookup(RESTARTED))
+        rank.fetches[0].error, rank.fetches[0].is_over = TransferError(Reason.PEER_LOST, "restarted"), True
+        receiver.poll()
+        receiver.poll()
+        assert (len(rank.lookups), rank.said[-1][:2]) == (2, ("fetch", RESTARTED))
 
     def test_nobody_at_the_address_is_a_failure(self, sglang, new_receiver, rank):
         receiver = new_receiver()
