@@ -1,16 +1,21 @@
-"""`kvferry up --engine sglang`: what is started, and what is said where nobody can answer alone."""
+"""`kvferry up`: what is started for which engine, and what is said and returned where nobody can answer alone."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from kvferry.cli import main
+from kvferry.cli.options import TransferOptions
 from kvferry.cli.up import fleet as module
-from kvferry.cli.up import job
+from kvferry.cli.up import job, output_check
 from kvferry.cli.up.command import UpOptions
 from kvferry.cli.up.fleet import Fleet, FleetOptions
 from kvferry.cli.up.output_check import Answer
+from kvferry.errors import RequestError
 
 ANSWER = Answer("so it goes", (5, 6), 40, {"tokens_received": 40, "tokens_computed": 0}, "disaggregated")
 
@@ -46,6 +51,57 @@ def test_only_sglang_serves_in_roles_and_other_engines_know_the_size_of_their_ca
     assert (fleet.has_roles, fleet.cache_tokens) == (has_roles, 16384 if is_ours else 0)
     assert fleet.engine_arguments[-3:] == ("--", "--tp", "2")
     assert ("float32" in fleet.engine_arguments) is not is_ours
+    assert "float32" not in job._fleet_options(UpOptions(engine=engine), "folder", "another").engine_arguments
+
+
+def words_of(**changes) -> str:
+    """What all engines of a fleet are told."""
+    return " ".join(job._fleet_options(UpOptions(**changes), "folder", "tiny").engine_arguments)
+
+
+def test_engines_are_told_of_their_device_and_how_caches_move_only_where_that_is_chosen():
+    chosen = TransferOptions(transport="tcp", staging_memory="device")
+    words = words_of(device="cuda:1", transfer=chosen)
+    assert all(option in words for option in ("--device cuda:1", "--transport tcp", "--staging-memory device"))
+    # Others have options of their own for these.
+    assert not any(option in words_of(engine="vllm") for option in ("--device", "--transport", "--buffer-device"))
+
+
+def test_a_model_that_may_have_to_come_from_afar_has_an_hour_and_others_what_their_engine_takes(tmp_path):
+    engines = ("transformers", "vllm", "sglang")
+    there = [job._fleet_options(UpOptions(engine=engine), "folder", "tiny").ready_s for engine in engines]
+    local = [job._fleet_options(UpOptions(str(tmp_path), engine), "folder", "m").ready_s for engine in engines]
+    assert there == local
+    assert there == [module.READY_S, job.OTHER_READY_S, job.OTHER_READY_S]
+    assert module.READY_S < job.OTHER_READY_S < 3600.0
+    assert {job._fleet_options(UpOptions("org/m", engine), "org/m", "m").ready_s for engine in engines} == {3600.0}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Runs the command, and returns its exit code, its words, and what would be done."""
+    options = []
+    monkeypatch.setattr("kvferry.cli.engine_choice.check_installed", lambda engine: None)
+    monkeypatch.setattr(job, "up", lambda asked: options.append(asked) or 0)
+
+    def ask(*words):
+        result = CliRunner().invoke(main.app, ["up", *words])
+        return result.exit_code, " ".join(result.stderr.split()), options
+
+    return ask
+
+
+@pytest.mark.parametrize(("engine", "sizes"), [("vllm", (0, 0)), ("sglang", (16, 16)), ("transformers", (16, 16))])
+def test_only_vllm_is_left_to_choose_the_size_of_its_blocks(asked, engine, sizes):
+    code, _, (options,) = asked("--engine", engine)
+    assert (code, options.prefill_block_tokens, options.decode_block_tokens) == (0, *sizes)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_device_of_another_engine_is_for_its_own_options_to_say(asked, engine):
+    code, words, options = asked("--engine", engine, "--device", "cuda")
+    assert (code, options) == (2, [])
+    assert "found: --device" in words
 
 
 @pytest.mark.parametrize(
@@ -67,8 +123,34 @@ def test_an_answer_that_nobody_could_compare_is_not_called_equal(alone, equal, v
     assert "bytes moved" not in output.get()
 
 
-def test_no_answer_at_all_is_a_failure_with_nothing_to_compare_it_with():
-    assert job._facts(replace(ANSWER, token_ids=()), None)["equal"] is False
+@pytest.mark.parametrize("alone", [None, ()])
+def test_no_answer_at_all_is_a_failure_with_nothing_to_compare_it_with(alone):
+    assert job._facts(replace(ANSWER, token_ids=()), alone)["equal"] is False
+
+
+@pytest.mark.parametrize(
+    ("tokens", "alone", "code"),
+    [((5, 6), (5, 6), 0), ((5, 6), (5, 7), 1), ((), (), 1), ((5, 6), None, 0), ((), None, 1)],
+)
+def test_only_an_answer_that_may_be_right_is_a_success(monkeypatch, capsys, tokens, alone, code):
+    questions = []
+    monkeypatch.setattr(
+        job, "ask", lambda url, question, show: questions.append(question) or replace(ANSWER, token_ids=tokens)
+    )
+    monkeypatch.setattr(job, "_without_transfer", lambda options, fleet, question: questions.append(question) or alone)
+    fleet = Fleet(FleetOptions(1, 1, (), 16, 16, 0, 0), Path("logs"))
+    fleet.start = lambda: None
+    assert job._run(UpOptions(engine="sglang", once="The ferry", as_json=True), fleet) == code
+    assert json.loads(capsys.readouterr().out)["token_ids"] == list(tokens)
+    # Neither may be answered from what the other has left in a prefix cache.
+    assert len({question.salt for question in questions}) == 2
+
+
+def test_an_error_in_the_middle_of_an_answer_is_told(monkeypatch):
+    chunks = [{"choices": [{"text": "so"}]}, {"error": {"message": "the cache did not come"}}]
+    monkeypatch.setattr(output_check, "_chunks", lambda url, body, paths: iter(chunks))
+    with pytest.raises(RequestError, match="refused the prompt; found: the cache did not come"):
+        output_check.ask("http://router", job.Question("tiny", "The ferry", 4), lambda text: None)
 
 
 @pytest.mark.parametrize(("temperature", "model"), [(0.5, "tiny"), (0.0, "another")])

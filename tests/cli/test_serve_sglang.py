@@ -94,14 +94,14 @@ def test_pages_have_16_tokens_unless_another_size_is_chosen_and_arguments_come_l
 def test_what_is_chosen_becomes_settings_of_the_backend():
     chosen = replace(
         OPTIONS,
-        transfer=TransferOptions("tcp", "pack", "pull", "full"),
+        transfer=TransferOptions("tcp", "pack", "pull", "full", staging_memory="device"),
         transfer_host="10.0.0.5",
         token_file="/run/secrets/kvferry",
         staging_mib=64,
         lease_timeout=12.5,
     )
     expected = Settings(
-        "e-1", "10.0.0.5", "/run/secrets/kvferry", "tcp", "pull", "full", "pack", 64 << 20, "host", 12.5
+        "e-1", "10.0.0.5", "/run/secrets/kvferry", "tcp", "pull", "full", "pack", 64 << 20, "device", 12.5
     )
     assert settings_from(sglang_environment(chosen)) == expected
     assert settings_of(OPTIONS) == Settings("e-1")
@@ -130,6 +130,7 @@ def test_the_key_is_on_no_command_line_and_there_is_one():
         (("--heartbeat", "7"), "hint: pass options of sglang.launch_server after --"),
         (("--allowed-origins", "*"), "does not apply to SGLang"),
         (("--role", "decode", "--failure-policy", "recompute"), "cannot compute a prompt itself"),
+        (("--role", "decode", "--buffer-device", "cpu"), "does not apply to SGLang found: --buffer-device"),
         (("--role", "prefill", "--layer-wise"), "do not move layer by layer"),
         (("--role", "decode", "--transfer-port", "7000"), "nobody asks a decode server of SGLang"),
         (("--role", "decode", "--transfer-host", "10.0.0.5"), "without a shared token"),
@@ -158,6 +159,10 @@ def test_what_sglang_does_by_itself_may_be_said(monkeypatch, tmp_path):
     assert (asked[0].lease_timeout, asked[0].staging_mib, asked[0].arguments) == (0, 0, ("--tp", "2"))
     # Of two servers that were given no name, each has its own.
     assert len({options.engine_id for options in asked}) == 2
+    given = ["--model", str(tmp_path), "--role", "prefill", "--transfer-port", "7000", "--engine-id", "p0"]
+    result = CliRunner().invoke(main.app, ["serve", "--engine", "sglang", *given])
+    assert result.exit_code == 0, result.output
+    assert (asked[2].transfer_port, asked[2].engine_id) == (7000, "p0")
 
 
 class TestLauncher:
@@ -191,14 +196,15 @@ def start(tmp_path):
 
 
 def test_it_announces_itself_and_where_it_moves_caches_and_leaves_nothing_behind(start, tmp_path):
-    process = start("--role", "prefill", "--engine-id", "p0", "--api-key", "a-key", "--", "--tp", "2")
+    transfers = "--transfer-host", "127.0.0.2"
+    process = start("--role", "prefill", "--engine-id", "p0", "--api-key", "a-key", *transfers, "--", "--tp", "2")
     ready = json.loads(process.stdout.readline())
     assert (ready["event"], ready["engine_id"], ready["model"]) == ("ready", "p0", tmp_path.name)
     arguments, pids = seen(tmp_path)
     assert arguments[-2:] == ["--tp", "2"]
     assert (after(arguments, "--api-key"), arguments.index("--api-key")) == ("a-key", 0)
     assert ready["url"] == f"http://127.0.0.1:{after(arguments, '--port')}"
-    assert ready["transfer_address"] == f"tcp://127.0.0.1:{after(arguments, '--disaggregation-bootstrap-port')}"
+    assert ready["transfer_address"] == f"tcp://127.0.0.2:{after(arguments, '--disaggregation-bootstrap-port')}"
     process.send_signal(signal.SIGTERM)
     assert process.wait(DEADLINE_S) == 0
     assert_gone(pids)

@@ -120,6 +120,14 @@ def test_which_pages_may_read_an_answer_is_not_for_engines_to_say():
     assert response_headers(upstream, {}) == [(b"content-type", b"application/json")]
 
 
+@pytest.mark.parametrize("select", [prefill_headers, decode_headers])
+def test_a_header_that_sglang_takes_for_a_field_of_the_body_does_not_pass(select):
+    places = ("bootstrap-host", "bootstrap-port", "bootstrap-room", "routed-dp-rank", "disagg-prefill-dp-rank")
+    names = ["X-Data-Parallel-Rank", *(f"x-override-{name}" for name in ("rid", *places))]
+    theirs = [(name.encode(), b"1") for name in names]
+    assert select([*theirs, *HEADERS], "mine") == select(HEADERS, "mine")
+
+
 def test_response_headers_keep_the_upstreams_and_add_ours():
     upstream = [(b"Content-Type", b"a/b"), (b"Date", b"x"), (b"Transfer-Encoding", b"chunked"), (b"X-A", b"1")]
     assert response_headers(upstream, {"x-request-id": "i"}) == [

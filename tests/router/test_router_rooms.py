@@ -325,9 +325,10 @@ def test_what_a_server_says_of_itself():
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"no json", b'{"disaggregation_bootstrap_port": "x"}'])
 def test_a_server_that_cannot_be_understood_is_one_that_says_nothing(answer):
-    assert sglang_info(answer, Role.DECODE, ("m",)) == EngineInfo(
-        "sglang", models=("m",), handover=Handover.NONE, computes_prompts=False
-    )
+    for role in Role:
+        assert sglang_info(answer, role, ("m",)) == EngineInfo(
+            "sglang", models=("m",), handover=Handover.NONE, computes_prompts=role is Role.PREFILL
+        )
 
 
 def test_only_pairs_of_one_way_are_pairs():

@@ -100,8 +100,10 @@ def test_only_a_prefill_engine_listens_at_the_bootstrap_port(scene, port, mode, 
 
 
 def test_pages_of_a_failed_request_are_kept_for_as_long_as_it_takes(scene):
-    scene.manager("decode")
+    made = scene.manager("decode")
     assert scene.transfers.deferred_kv_release_timeout == inf
+    # SGLang frees those of a manager that does not say so at once.
+    assert made.enable_deferred_decode_kv_release
 
 
 def test_a_prefill_engine_frees_its_pages_as_it_always_does(scene):
@@ -144,19 +146,42 @@ def test_a_rank_has_its_own_heads_and_its_own_place_in_its_engine(scene, sglang,
     """The second of two tensor-parallel ranks, each with all heads that its pool has, in the third of three stages."""
     scene.parallel.tp_rank, scene.parallel.tp_size = 1, 2
     scene.parallel.pp_rank, scene.parallel.pp_size = 2, 3
+    scene.parallel.world_group.cpu_group = "group"
     del scene.queue.transfer_queue
     scene.scheduler.model_config.get_total_num_kv_heads = lambda: 2 * NUM_HEADS
     seen = []
 
     def new_rank(settings, layout, cache, ranks, port):
         seen.append((layout, ranks))
-        return SimpleNamespace(agent=SimpleNamespace(close=lambda: None))
+        return SimpleNamespace(agent=SimpleNamespace(close=lambda: None), cache_name="cache")
 
     monkeypatch.setattr(sglang.manager, "Rank", new_rank)
     scene.manager("prefill")
     ((layout, ranks),) = seen
     assert {placement.spans[0].start for placement in layout.placements} == {NUM_HEADS}
-    assert (ranks.rank, ranks.num_ranks) == (5, 6)
+    assert (ranks.rank, ranks.num_ranks, ranks.group) == (5, 6, "group")
+
+
+def test_memory_of_a_rank_is_moved_on_its_own_device(scene, sglang, monkeypatch):
+    """SGLang says `cuda` of every rank's pool."""
+    layout, devices = SimpleNamespace(regions=[SimpleNamespace(device=3)]), []
+    found = SimpleNamespace(layout=layout, memories=[], check_complete=lambda args: None)
+    monkeypatch.setattr(sglang.manager, "describe", lambda pool, facts: found)
+    monkeypatch.setattr(
+        sglang.manager,
+        "cache_device",
+        lambda device, *_: devices.append(str(device)) or SimpleNamespace(milestone=None),
+    )
+    monkeypatch.setattr(sglang.manager, "Rank", lambda *_: SimpleNamespace(agent=SimpleNamespace(close=lambda: None), cache_name="cache"))
+    scene.queue.token_to_kv_pool = SimpleNamespace(device="cuda")
+    scene.manager("prefill")
+    assert devices == ["cuda:3"]
+
+
+def test_staging_memory_that_cannot_be_is_refused(scene, monkeypatch):
+    monkeypatch.setenv("KVFERRY_SGLANG_CONFIG", '{"staging_memory": "device"}')
+    with pytest.raises(ConfigurationError, match="staging memory can only lie on a device"):
+        scene.manager("prefill")
 
 
 class TestFailedRequests:
@@ -192,8 +217,9 @@ class TestFailedRequests:
     def test_pages_that_are_free_are_nobodys(self, made):
         writing = SimpleNamespace(is_over=False)
         made.register(7, writing)
-        made.clear_deferred_abort_state(7)
-        assert made.is_abort_release_safe(7, 1)
+        for _ in range(2):
+            made.clear_deferred_abort_state(7)
+            assert made.is_abort_release_safe(7, 1)
 
     def test_every_prefill_engine_is_known(self, made):
         assert made.prefill_info_table.get("anybody:1").dp_size == 1
