@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 
 import pytest
 
@@ -11,7 +12,7 @@ from kvferry.connectors.sglang import prefill_engines as module
 from kvferry.connectors.sglang.prefill_engines import PrefillEngines
 from kvferry.errors import TransferError
 
-DEADLINE_S = 30.0
+DEADLINE_S, SLOW_S = 30.0, 10.0
 PLACE, ADDRESS = "127.0.0.1:8998", "tcp://127.0.0.1:8998"
 ENGINE = RemoteEngine("p0", "epoch-1", (ADDRESS,))
 GONE = TransferError(Reason.ABORTED, "the agent has stopped")
@@ -57,6 +58,26 @@ def test_after_an_error_and_when_it_is_forgotten_it_is_asked_again(engines, aske
     engines.forget(PLACE)
     assert engines.find(PLACE).engine is None
     assert asked.get(timeout=DEADLINE_S) == ADDRESS
+
+
+def test_a_name_that_takes_long_to_look_up_keeps_nobody_waiting(engines, asked, monkeypatch):
+    looked_up = threading.Event()
+    monkeypatch.setattr(module, "_address_of", lambda place: ADDRESS if looked_up.wait(SLOW_S) else "too late")
+    engines.find(PLACE)
+    assert asked.empty()
+    looked_up.set()
+    assert asked.get(timeout=DEADLINE_S) == ADDRESS
+
+
+def test_an_answer_is_everybodys_who_has_asked_for_its_address_and_may_come_twice(engines, asked):
+    earlier = engines.find(PLACE)
+    engines.forget(PLACE)
+    later = settled(engines, engines.find(PLACE))
+    for _ in range(2):
+        engines.heard(Located(ADDRESS, ENGINE))
+    assert (earlier.engine, later.engine) == (ENGINE, ENGINE)
+    for _ in range(2):
+        engines.forget(PLACE)
 
 
 def test_an_ipv6_address_stands_in_brackets(engines, asked):

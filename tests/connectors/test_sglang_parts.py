@@ -104,6 +104,11 @@ class TestFirstToken:
         assert rows.cached_tokens[1].tolist() == [0] * 16
         assert all((each[0] == 9).all() for each in vars(rows).values())
 
+    def test_a_row_that_could_not_be_filled_is_not_taken_for_its_rooms(self, rows):
+        with pytest.raises(RuntimeError):
+            handoff.write(rows, 1, FirstToken(1 << 31), 77)
+        assert int(rows.bootstrap_room[1, 0]) == 9
+
     def test_log_probabilities_are_read_only_where_they_are_wanted(self, rows):
         wanted = SimpleNamespace(return_logprob=False, logprob=None)
         assert handoff.read(rows, 0, wanted) == FirstToken(9)

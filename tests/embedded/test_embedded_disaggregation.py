@@ -153,8 +153,9 @@ def test_a_client_that_leaves_during_the_fetch(loop: Loop, decoder: Served) -> N
     loop.loop.call_soon_threadsafe(transfer.gate.set)
 
 
+@pytest.mark.parametrize("ours", [{}, {"kvferry": {"room": 7}}])
 def test_a_prefill_that_fails_when_its_prompt_is_computed_keeps_no_cache(
-    loop: Loop, prefiller: Served, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, prefiller: Served, monkeypatch: pytest.MonkeyPatch, ours: dict[str, Any]
 ) -> None:
     """Nobody has its reference, so nobody but itself can let go of it."""
 
@@ -163,7 +164,7 @@ def test_a_prefill_that_fails_when_its_prompt_is_computed_keeps_no_cache(
 
     before = len(prefiller.transfer.aborted)
     monkeypatch.setattr(CompletionObjects, "whole", fail)
-    status, _ = prefiller.ask(COMPLETIONS, body(40, kv_transfer_params={"do_remote_decode": True}))
+    status, _ = prefiller.ask(COMPLETIONS, body(40, kv_transfer_params={"do_remote_decode": True, **ours}))
     assert status == 500
     (name,) = prefiller.transfer.aborted[before:]
 

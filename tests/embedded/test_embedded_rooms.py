@@ -12,6 +12,8 @@ import pytest
 from embedded_server import Served
 from embedded_support import Loop, request
 
+from kvferry import Reason
+from kvferry.errors import TransferError
 from kvferry.kv_transfer_params import room_names
 
 COMPLETIONS = "/v1/completions"
@@ -117,6 +119,17 @@ def test_a_room_in_which_one_waits_is_not_for_another(loop: Loop, prefiller: Ser
         assert prefiller.transfer.aborted == aborted
         prefiller.engine.release(room_names(ROOM)[0])
         assert asking.result()[0] == 502
+
+
+def test_a_promise_that_cannot_be_made_keeps_no_blocks(prefiller: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixture waits until none is left."""
+
+    async def refuse(*_: object) -> None:
+        raise TransferError(Reason.ABORTED, "the agent has stopped")
+
+    monkeypatch.setattr(prefiller.transfer, "promise", refuse)
+    status, answer = prefiller.ask(COMPLETIONS, ask_for(40, room=ROOM))
+    assert (status, answer["error"]["code"]) == (502, "aborted"), answer
 
 
 @pytest.mark.parametrize(

@@ -170,12 +170,11 @@ def test_memory_of_a_rank_is_moved_on_its_own_device(scene, sglang, monkeypatch)
     monkeypatch.setattr(
         sglang.manager,
         "cache_device",
-        lambda device, *_: devices.append(str(device)) or SimpleNamespace(milestone=None),
+        lambda device, *_: devices.append(str(device)) or SimpleNamespace(milestone="milestone"),
     )
     monkeypatch.setattr(sglang.manager, "Rank", lambda *_: SimpleNamespace(agent=SimpleNamespace(close=lambda: None), cache_name="cache"))
     scene.queue.token_to_kv_pool = SimpleNamespace(device="cuda")
-    scene.manager("prefill")
-    assert devices == ["cuda:3"]
+    assert (scene.manager("prefill").milestone, devices) == ("milestone", ["cuda:3"])
 
 
 def test_staging_memory_that_cannot_be_is_refused(scene, monkeypatch):
@@ -222,7 +221,8 @@ class TestFailedRequests:
             assert made.is_abort_release_safe(7, 1)
 
     def test_every_prefill_engine_is_known(self, made):
-        assert made.prefill_info_table.get("anybody:1").dp_size == 1
+        info = made.prefill_info_table.get("anybody:1")
+        assert (info.dp_size, info.follow_bootstrap_room) == (1, True)
         assert made.try_ensure_parallel_info("anybody:1")
         assert not made.should_verify_kv_checksum("anybody:1")
 
