@@ -80,6 +80,11 @@ def test_an_answer_is_everybodys_who_has_asked_for_its_address_and_may_come_twic
         engines.forget(PLACE)
 
 
+def test_an_agent_is_asked_for_addresses_only(engines, asked):
+    engines.find("localhost:8998")
+    assert asked.get(timeout=DEADLINE_S) in (ADDRESS, "tcp://[::1]:8998")
+
+
 def test_an_ipv6_address_stands_in_brackets(engines, asked):
     engines.find("[::1]:8998")
     assert asked.get(timeout=DEADLINE_S) == "tcp://[::1]:8998"

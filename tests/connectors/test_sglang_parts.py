@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvferry import FirstToken, Reason
+from kvferry import FirstToken, Prompt, PromptInput, Reason
 from kvferry.connectors.sglang import handoff
 from kvferry.connectors.sglang.description import RankFacts, describe
 from kvferry.connectors.sglang.prompt import prompt_of
@@ -133,6 +133,10 @@ class TestPrompts:
         names = {prompt_of(self.request(**each)).name("lease") for each in changes}
         assert len(names) == len(changes)
         assert prompt_of(self.request()).num_tokens == 3
+
+    def test_what_any_engine_has_a_word_for_is_called_that(self):
+        salted = Prompt.of([1, 2, 3], [PromptInput("salt", "a")])
+        assert prompt_of(self.request(cache_salt="a")).name("lease") == salted.name("lease")
 
     @pytest.mark.parametrize(
         ("changes", "words"),

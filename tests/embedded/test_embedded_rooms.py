@@ -49,6 +49,8 @@ def test_the_cache_has_the_rooms_name_and_the_first_token_goes_with_it(
         assert (first.logprob, first.top_logprobs) == (None, ())
         status, _ = decoder.ask(COMPLETIONS, asked | {"kv_transfer_params": params})
         assert status == 200
+        # Whoever decodes need not wait until it is computed.
+        assert prefiller.transfer.offers.promised.pop(room_names(ROOM)[0]).num_tokens == num_tokens
 
 
 @pytest.mark.parametrize("ours", [{"room": ROOM}, {}])

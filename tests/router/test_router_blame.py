@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -22,14 +23,17 @@ from router_harness import (
 )
 from sglang_stubs import Rooms, sglang_decode, sglang_prefill
 
+from kvferry.router.events import PREFILL_REFUSED, TOO_LATE, Answered, Ended, Failed
 from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
-from kvferry.router.fleet.instance_pool import KIND_BREAKER, MAX_KINDS, PAIR_BREAKER
+from kvferry.router.fleet.instance_pool import KIND_BREAKER, MAX_KINDS, PAIR_BREAKER, InstancePool
 from kvferry.router.flow.engine_response import known_reason
-from kvferry.router.flow.outcomes import FailureAttribution, UnattributedFailure
+from kvferry.router.flow.outcomes import FailureAttribution, OutcomeRecorder, UnattributedFailure
 from kvferry.router.policy.records import Instance, RequestCost, Role
 from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.request_kind import RequestKind, kind_of
+from kvferry.router.telemetry.metrics import Metrics
+from kvferry.router.upstream.failures import DEADLINE
 
 MANY = 2 * (INSTANCE_BREAKER.num_failures + PAIR_BREAKER.num_failures + KIND_BREAKER.num_failures)
 PLAIN = {"prompt": "a"}
@@ -133,6 +137,33 @@ def test_a_prefill_whose_cache_is_not_read_in_time_is_not_taken_out():
             assert (await breakers(c))[p.url] == "closed"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("event", "reason", "blamed"),
+    [
+        (Failed(DEADLINE, "x"), DEADLINE, []),
+        (Failed("reset", "x"), "reset", [P0]),
+        (Failed(TOO_LATE, "x"), "", []),
+        (Answered(400, b"{}"), PREFILL_REFUSED, []),
+        (Answered(429, b"{}"), "status_429", []),
+        (Answered(500, b"{}"), "status_500", [P0]),
+        (Ended(), "", []),
+    ],
+)
+def test_whose_fault_it_is_that_a_prefill_in_a_room_fails_where_another_one_does_not(event, reason, blamed):
+    failed = []
+
+    def reservation(instance):
+        ends = dict.fromkeys(("suspected", "acquitted", "succeeded"), lambda: None)
+        return SimpleNamespace(instance=instance, failed=lambda: failed.append(instance), **ends)
+
+    kind = kind_of(parse_request(json.dumps(PLAIN).encode(), Endpoint.COMPLETIONS), TASK)
+    recorder = OutcomeRecorder(InstancePool([P0, P1], Metrics()), TASK, kind, streams=True)
+    assert recorder.hears_end_in_room(reservation(P0), event) == reason
+    recorder.hears_end_in_room(reservation(P1), Ended())
+    recorder.end()
+    assert failed == blamed
 
 
 @pytest.mark.parametrize("failure", [failing(500, "broken"), resetting])

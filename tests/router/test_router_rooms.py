@@ -429,6 +429,53 @@ def test_a_stream_passes_and_says_what_prefill_had_cached():
     asyncio.run(main())
 
 
+def test_what_prefill_had_cached_is_what_the_last_one_had():
+    async def main():
+        rooms = Rooms()
+        usage = {"prompt_tokens": 9, "completion_tokens": 2}
+
+        async def prefilling(request, seen):
+            if len(p.seen) > 1:
+                return await rooms.prefilling()(request, seen)
+            return web.json_response(answer("one", usage={**USAGE, "prompt_tokens_details": {"cached_tokens": 7}}))
+
+        async def decoding(request, seen):
+            if len(d.seen) == 1:
+                async with asyncio.timeout(DEADLINE_S):
+                    while (await c.members())["members"][0]["in_flight_requests"]:
+                        await asyncio.sleep(0)
+                return await failing(500, "Decode transfer failed")(request, seen)
+            await rooms.of(seen).computed.wait()
+            response = await open_stream(request)
+            await response.write(frame(chat_chunk("one")))
+            rooms.of(seen).read.set()
+            await response.write(frame({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
+            return response
+
+        p, d = sglang_prefill(rooms, prefilling), sglang_decode(rooms, decoding)
+        async with cluster([p], [d]) as c:
+            events = (await c.complete({"prompt": "a", "stream": True})).raw.split(b"\n\n")
+            told = json.loads(events[1].removeprefix(b"data: "))["usage"]
+            assert told["prompt_tokens_details"] == USAGE["prompt_tokens_details"]
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_comes_before_the_end_of_its_prefill_tells_nothing_of_the_handover():
+    async def main():
+        rooms = Rooms()
+
+        async def behave(request, seen):
+            rooms.of(seen).computed.set()
+            return await hanging(request, seen)
+
+        async with cluster([sglang_prefill(rooms, behave)], [sglang_decode(rooms)]) as c:
+            assert (await c.complete({"prompt": "a", "stream": True})).status == 200
+            assert c.app.state.pool.handover.value == 0
+
+    asyncio.run(main())
+
+
 def test_every_request_has_a_room_of_its_own():
     async def main():
         rooms = Rooms()
