@@ -23,7 +23,7 @@ from router_harness import (
 )
 from sglang_stubs import Rooms, sglang_decode, sglang_prefill
 
-from kvferry.router.events import PREFILL_REFUSED, TOO_LATE, Answered, Ended, Failed
+from kvferry.router.events import PREFILL_LOST, PREFILL_REFUSED, TOO_LATE, Answered, Ended, Failed, Opened
 from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.instance_pool import KIND_BREAKER, MAX_KINDS, PAIR_BREAKER, InstancePool
@@ -41,6 +41,7 @@ TASK = RequestCost(model="tiny")
 # Any field will do: engines of this file cannot fulfil a request that has it.
 ODD = {"prompt": "a", "odd": True}
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
+D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
 FALLBACKS = 'kvferry_router_fallbacks_total{reason="%s"}'
 
 
@@ -152,18 +153,62 @@ def test_a_prefill_whose_cache_is_not_read_in_time_is_not_taken_out():
     ],
 )
 def test_whose_fault_it_is_that_a_prefill_in_a_room_fails_where_another_one_does_not(event, reason, blamed):
-    failed = []
-
-    def reservation(instance):
-        ends = dict.fromkeys(("suspected", "acquitted", "succeeded"), lambda: None)
-        return SimpleNamespace(instance=instance, failed=lambda: failed.append(instance), **ends)
-
-    kind = kind_of(parse_request(json.dumps(PLAIN).encode(), Endpoint.COMPLETIONS), TASK)
-    recorder = OutcomeRecorder(InstancePool([P0, P1], Metrics()), TASK, kind, streams=True)
-    assert recorder.hears_end_in_room(reservation(P0), event) == reason
-    recorder.hears_end_in_room(reservation(P1), Ended())
+    failed, recorder = [], recorder_of(InstancePool([P0, P1], Metrics()))
+    assert recorder.hears_end_in_room(reservation_of(P0, failed), event) == reason
+    recorder.hears_end_in_room(reservation_of(P1, failed), Ended())
     recorder.end()
     assert failed == blamed
+
+
+def recorder_of(pool: InstancePool) -> OutcomeRecorder:
+    kind = kind_of(parse_request(json.dumps(PLAIN).encode(), Endpoint.COMPLETIONS), TASK)
+    return OutcomeRecorder(pool, TASK, kind, streams=True)
+
+
+def reservation_of(instance: Instance, failed: list[Instance]) -> SimpleNamespace:
+    """Stands for one that is only told how it went; `failed` gets those whose fault it was."""
+    told = dict.fromkeys(("computes", "answers", "suspected", "acquitted", "succeeded"), lambda: None)
+    return SimpleNamespace(instance=instance, failed=lambda: failed.append(instance), **told)
+
+
+@pytest.mark.parametrize(
+    ("reason", "blamed"), [("reset", [D0]), (PREFILL_LOST, []), (PREFILL_REFUSED, []), (TOO_LATE, [])]
+)
+def test_a_decode_that_was_left_for_another_reason_has_not_failed(reason, blamed):
+    failed, recorder = [], recorder_of(InstancePool([P0, D0, D1], Metrics()))
+    for decode, event in ((D0, Failed(reason, "x")), (D1, Opened(can_append=True))):
+        recorder.chosen(P0, (decode,))
+        recorder.sends(reservation_of(decode, failed), divided=True)
+        recorder.hears(event, [], 0.0)
+    recorder.end()
+    assert failed == blamed
+
+
+@pytest.mark.parametrize(
+    ("failing_pairs", "serving", "lost"),
+    [
+        ([(P0, D0)], (P1, D0), [(P0, D0)]),
+        ([(P0, D0)], (P0, D1), [(P0, D0)]),
+        ([(P0, D0), (P0, D1)], (P1, D1), []),
+    ],
+)
+def test_an_error_is_held_against_a_pair_unless_another_decode_has_it_as_well(
+    monkeypatch, failing_pairs, serving, lost
+):
+    pool = InstancePool([P0, P1, D0, D1], Metrics())
+    told, abandoned = [], []
+    monkeypatch.setattr(pool, "lost", lambda pair, reason, trial: told.append(pair))
+    monkeypatch.setattr(pool.pairs, "abandoned", lambda pair, trial: abandoned.append(pair))
+    recorder = recorder_of(pool)
+    for prefill, decode in (*failing_pairs, serving):
+        recorder.chosen(prefill, (decode,))
+        recorder.sends(reservation_of(decode, []), divided=True)
+        has_failed = (prefill, decode) != serving
+        recorder.hears(Answered(500, b"{}") if has_failed else Opened(can_append=True), [], 0.0)
+    recorder.end()
+    # Each is told once: a trial that has been left is over.
+    assert told == lost
+    assert abandoned == [*(pair for pair in failing_pairs if pair not in lost), serving]
 
 
 @pytest.mark.parametrize("failure", [failing(500, "broken"), resetting])
