@@ -172,7 +172,11 @@ def test_memory_of_a_rank_is_moved_on_its_own_device(scene, sglang, monkeypatch)
         "cache_device",
         lambda device, *_: devices.append(str(device)) or SimpleNamespace(milestone="milestone"),
     )
-    monkeypatch.setattr(sglang.manager, "Rank", lambda *_: SimpleNamespace(agent=SimpleNamespace(close=lambda: None), cache_name="cache"))
+    monkeypatch.setattr(
+        sglang.manager,
+        "Rank",
+        lambda *_: SimpleNamespace(agent=SimpleNamespace(close=lambda: None), cache_name="cache"),
+    )
     scene.queue.token_to_kv_pool = SimpleNamespace(device="cuda")
     assert (scene.manager("prefill").milestone, devices) == ("milestone", ["cuda:3"])
 
