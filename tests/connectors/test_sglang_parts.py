@@ -10,7 +10,7 @@ import torch
 
 from kvferry import FirstToken, Prompt, PromptInput, Reason
 from kvferry.connectors.sglang import handoff
-from kvferry.connectors.sglang.description import RankFacts, describe
+from kvferry.connectors.sglang.description.describe import RankFacts, describe
 from kvferry.connectors.sglang.prompt import prompt_of
 from kvferry.connectors.sglang.settings import VARIABLE, settings_from
 from kvferry.errors import ConfigurationError, LayoutError, TransferError
@@ -28,17 +28,18 @@ class MHATokenToKVPool:
         self.kv_cache_layout, self.dtype = "nhd", torch.float32
         self.k_buffer, self.v_buffer = ([torch.empty(shape, device=device) for _ in range(NUM_LAYERS)] for _ in "kv")
         vars(self).update(changes)
+        self.layer_num = len(self.k_buffer)
 
 
 class TestDescription:
     def test_a_pipeline_stage_has_the_layers_that_it_has(self):
-        layout, _ = describe(MHATokenToKVPool(start_layer=5), FACTS)
+        layout = describe(MHATokenToKVPool(start_layer=5), FACTS).layout
         names = [f"model.layers.{layer}.{kind}" for layer in (5, 6) for kind in "kv"]
         assert [state.name for state in layout.states] == names
 
     def test_keys_are_keys_and_rows_belong_to_tokens(self):
         pool = MHATokenToKVPool()
-        layout, _ = describe(pool, FACTS)
+        layout = describe(pool, FACTS).layout
         starts = {p.state: layout.regions[p.region].address + p.offset for p in layout.placements}
         assert starts["model.layers.1.k"] == pool.k_buffer[1].data_ptr()
         assert starts["model.layers.1.v"] == pool.v_buffer[1].data_ptr()
@@ -46,13 +47,13 @@ class TestDescription:
 
     def test_pages_are_blocks_whose_end_may_be_written(self):
         shorter = [torch.empty(5 * PAGE_SIZE, NUM_HEADS, HEAD_DIM) for _ in range(NUM_LAYERS)]
-        layout, _ = describe(MHATokenToKVPool(v_buffer=shorter), FACTS)
+        layout = describe(MHATokenToKVPool(v_buffer=shorter), FACTS).layout
         (group,) = layout.groups
         assert (group.block_tokens, group.num_blocks, group.tail_is_free) == (PAGE_SIZE, 5, True)
 
     def test_memory_of_a_device_is_called_that(self):
         for device, kind in (("cpu", "dram"), ("meta", "vram")):
-            layout, _ = describe(MHATokenToKVPool(device), FACTS)
+            layout = describe(MHATokenToKVPool(device), FACTS).layout
             assert {region.kind for region in layout.regions} == {kind}
 
     @pytest.mark.parametrize(

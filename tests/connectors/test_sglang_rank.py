@@ -23,7 +23,7 @@ from kvferry import (
     TokenRange,
 )
 from kvferry.connectors.sglang import rank as module
-from kvferry.connectors.sglang.description import RankFacts, describe
+from kvferry.connectors.sglang.description.describe import RankFacts, describe
 from kvferry.connectors.sglang.rank import Rank, Ranks
 from kvferry.connectors.sglang.settings import Settings
 from kvferry.devices import cache_device
@@ -52,6 +52,7 @@ class MHATokenToKVPool:
         self.page_size = page_size
         rows = torch.randn(2, NUM_LAYERS, NUM_PAGES * page_size, NUM_HEADS, HEAD_DIM)
         self.k_buffer, self.v_buffer = (list(each) for each in rows.clone())
+        self.layer_num = len(self.k_buffer)
 
     def rows(self, pages: tuple[int, ...], num_tokens: int) -> torch.Tensor:
         """Keys and values of all layers, token by token."""
@@ -65,7 +66,8 @@ class HeardRank(Rank):
     def __init__(self, page_size: int, settings: Settings = SETTINGS, ranks: Ranks | None = None, port: int = 0):
         self.notices: queue.Queue = queue.Queue()
         self.pool = MHATokenToKVPool(page_size)
-        layout, memories = describe(self.pool, RankFacts(0, 1, NUM_HEADS))
+        described = describe(self.pool, RankFacts(0, 1, NUM_HEADS))
+        layout, memories = described.layout, described.memories
         device = cache_device(torch.device("cpu"), "cpu", StagingMemory.HOST)
         self.layouts: tuple = ()
 
@@ -117,14 +119,14 @@ def engine_of(prefill, decode):
 
 def computed(prefill, num_tokens=18, pages=(3, 1, 4, 2, 6), room=ROOM):
     leased = prefill.promise(room, PROMPT)
-    prefill.grow(room, pages, num_tokens, FIRST if num_tokens == 18 else None)
+    prefill.grow(room, (pages,), num_tokens, FIRST if num_tokens == 18 else None)
     return leased
 
 
 class TestBetweenTwo:
     def test_the_pages_of_a_prompt_and_its_first_token(self, prefill, decode):
         leased = computed(prefill)
-        fetching = decode.fetch(ROOM, engine_of(prefill, decode), (5, 2, 7), TokenRange(0, 18), PROMPT)
+        fetching = decode.fetch(ROOM, engine_of(prefill, decode), ((5, 2, 7),), TokenRange(0, 18), PROMPT)
         decode.wait_for(Fetched)
         assert (fetching.is_over, fetching.error) == (True, None)
         assert fetching.report.first_token == FIRST
@@ -136,23 +138,23 @@ class TestBetweenTwo:
     def test_only_what_is_asked_for_moves(self, prefill, decode):
         before = decode.pool.rows((5,), 8)
         computed(prefill)
-        decode.fetch(ROOM, engine_of(prefill, decode), (-1, 2, 7), TokenRange(8, 18), PROMPT)
+        decode.fetch(ROOM, engine_of(prefill, decode), ((-1, 2, 7),), TokenRange(8, 18), PROMPT)
         decode.wait_for(Fetched)
         assert torch.equal(decode.pool.rows((2, 7), 10), prefill.pool.rows((3, 1, 4, 2, 6), 18)[:, 8:])
         assert torch.equal(decode.pool.rows((5,), 8), before)
 
     def test_a_decode_that_comes_before_the_prompt_is_computed_waits(self, prefill, decode):
         engine = engine_of(prefill, decode)
-        fetching = decode.fetch(ROOM, engine, (5, 2, 7), TokenRange(0, 18), PROMPT)
+        fetching = decode.fetch(ROOM, engine, ((5, 2, 7),), TokenRange(0, 18), PROMPT)
         computed(prefill, 4, (3,))
-        prefill.grow(ROOM, (3, 1, 4, 2, 6), 18, FIRST)
+        prefill.grow(ROOM, ((3, 1, 4, 2, 6),), 18, FIRST)
         decode.wait_for(Fetched)
         assert fetching.report is not None
 
     def test_another_prompt_gets_nothing(self, prefill, decode):
         computed(prefill)
         other = Prompt.of(range(200, 218))
-        fetching = decode.fetch(ROOM, engine_of(prefill, decode), (5, 2, 7), TokenRange(0, 18), other)
+        fetching = decode.fetch(ROOM, engine_of(prefill, decode), ((5, 2, 7),), TokenRange(0, 18), other)
         decode.wait_for(FetchFailed)
         assert fetching.error.reason == Reason.WRONG_PROMPT
         assert fetching.report is None
@@ -184,7 +186,7 @@ class TestBetweenTwo:
 
     def test_two_fetches_of_one_room_are_two(self, prefill, decode):
         engine = engine_of(prefill, decode)
-        first, second = (decode.fetch(ROOM, engine, (5, 2, 7), TokenRange(0, 18), PROMPT) for _ in range(2))
+        first, second = (decode.fetch(ROOM, engine, ((5, 2, 7),), TokenRange(0, 18), PROMPT) for _ in range(2))
         assert first.request_id != second.request_id
         for fetching in (first, second):
             decode.abort(fetching)
@@ -204,7 +206,7 @@ class TestWithoutAnAgent:
     def test_nothing_begins_and_everything_ends(self, prefill, decode):
         leased = computed(prefill)
         engine = engine_of(prefill, decode)
-        fetching = decode.fetch(ROOM, engine, (5, 2, 7), TokenRange(0, 18), Prompt.of(range(18)))
+        fetching = decode.fetch(ROOM, engine, ((5, 2, 7),), TokenRange(0, 18), Prompt.of(range(18)))
         waiting = decode.engines.find("127.0.0.1:9")
         for each in (prefill, decode):
             each.hear(AgentStopped())
@@ -214,7 +216,7 @@ class TestWithoutAnAgent:
         with pytest.raises(TransferError, match="has stopped"):
             prefill.promise(ROOM + 1, PROMPT)
         with pytest.raises(TransferError, match="has stopped"):
-            decode.fetch(ROOM, engine, (5, 2, 7), TokenRange(0, 18), PROMPT)
+            decode.fetch(ROOM, engine, ((5, 2, 7),), TokenRange(0, 18), PROMPT)
         # Nobody is left to be told, and the scheduler goes on.
         decode.decline(ROOM, engine)
         later = decode.engines.find("127.0.0.1:10")
@@ -249,7 +251,7 @@ class TestWithoutAnAgent:
         monkeypatch.setattr(type(prefill.agent), "fetch", refuse)
         monkeypatch.setattr(type(prefill.agent), "lease", refuse)
         with pytest.raises(RequestError, match="no"):
-            prefill.fetch(ROOM, engine, (5, 2, 7), TokenRange(0, 18), PROMPT)
+            prefill.fetch(ROOM, engine, ((5, 2, 7),), TokenRange(0, 18), PROMPT)
         with pytest.raises(RequestError, match="no"):
             prefill.promise(ROOM, PROMPT)
         assert (prefill._fetches, prefill._leases) == ({}, {})
@@ -260,7 +262,7 @@ def looked_up(rank):
     rank.engines._resolver.submit(lambda: None).result(DEADLINE_S)
 
 
-OTHER_LAYOUT = describe(MHATokenToKVPool(16), RankFacts(0, 1, NUM_HEADS))[0]
+OTHER_LAYOUT = describe(MHATokenToKVPool(16), RankFacts(0, 1, NUM_HEADS)).layout
 
 
 class Others(Ranks):
