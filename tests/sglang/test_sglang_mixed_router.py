@@ -18,6 +18,7 @@ ENGINES = [OtherSpec("transformers", "llama", 64), OtherSpec("vllm", "llama", 64
 LEAVES_AFTER_S = 3.0
 
 every_engine = pytest.mark.parametrize(("spec", "other_spec"), [(SPEC, one) for one in ENGINES], ids=str)
+embedded = pytest.mark.parametrize(("spec", "other_spec"), [(SPEC, ENGINES[0])], ids=str)
 from_sglang = pytest.mark.parametrize("direction", ["from SGLang"])
 to_sglang = pytest.mark.parametrize("direction", ["to SGLang"])
 both_ways = pytest.mark.parametrize("direction", ["from SGLang", "to SGLang"])
@@ -77,7 +78,7 @@ def test_what_a_client_asks_for_is_passed_to_whom_it_concerns(router, spec):
     assert (status, tokens_of(answer)) == (200, whole), answer
 
 
-@pytest.mark.parametrize(("spec", "other_spec"), [(SPEC, ENGINES[0])], ids=str)
+@embedded
 @to_sglang
 def test_the_first_token_has_its_logprobs(router, spec):
     (prompt,) = prompts_of((40,), seed=44)
@@ -122,9 +123,10 @@ def test_a_decode_that_computes_answers_without_sglang(router, pair, spec):
     pair.prefill.wait_until_ready()
 
 
-@every_engine
+@embedded
 @to_sglang
 def test_without_its_prefill_sglang_answers_nobody_until_that_is_back(router, other, spec):
+    """vLLM is a process of its own, which outlives the one that has started it where that is killed."""
     (long, prompt) = prompts_of((7000, 60), seed=48)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(post, router, completion(long))
