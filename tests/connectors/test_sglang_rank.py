@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from kvferry.connectors.sglang import rank as module
 from kvferry.connectors.sglang.description.describe import RankFacts, describe
 from kvferry.connectors.sglang.rank import Rank, Ranks
 from kvferry.connectors.sglang.settings import Settings
+from kvferry.connectors.timing import SWITCH_S
 from kvferry.devices import cache_device
 from kvferry.errors import RequestError, TransferError
 from kvferry.options import (
@@ -85,6 +87,14 @@ class HeardRank(Rank):
         while not isinstance(notice := self.notices.get(timeout=DEADLINE_S), kind):
             pass
         return notice
+
+
+@pytest.fixture(autouse=True)
+def switch_interval():
+    """What a rank sets is set for its whole process, which here is that of other tests too."""
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture
@@ -311,6 +321,11 @@ def test_what_is_set_is_what_the_agent_is_opened_with(new_rank, opened):
         may_switch_direction("push"),
     )
     assert config.staging == staging_named("pack", 64 << 20)
+
+
+def test_an_agent_does_not_wait_long_for_an_interpreter_that_computes(new_rank):
+    new_rank(4)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
 
 
 def test_two_engines_without_a_name_are_two_and_two_starts_of_one_as_well(new_rank, opened, monkeypatch):

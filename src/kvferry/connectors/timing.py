@@ -1,4 +1,5 @@
-"""Deadlines of an agent that shares its interpreter and its cores with a rank that computes."""
+"""Deadlines of an agent that shares its interpreter and its cores with a rank that computes, and how soon it gets its
+turn there: engines' connectors set Python's switch interval to `SWITCH_S` seconds."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from kvferry import Timing
 # whose process has ended is noticed after two heartbeats.
 HANDSHAKE_S = 45.0
 MISSED_HEARTBEATS = 30
+# At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
+SWITCH_S = 0.0001
 
 
 def timing_of(lease_s: float, early_claim_s: float = Timing().early_claim_s) -> Timing:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -48,7 +49,7 @@ from kvferry import (
 from kvferry.connectors.jobs import BlockTables
 from kvferry.connectors.sglang.prefill_engines import PrefillEngines
 from kvferry.connectors.sglang.settings import Settings
-from kvferry.connectors.timing import timing_of
+from kvferry.connectors.timing import SWITCH_S, timing_of
 from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.kv_transfer_params import room_names
 from kvferry.layout import Layout, contents
@@ -147,6 +148,7 @@ class Rank:
         self._numbers = count()
         self.engines = PrefillEngines(lambda address: self.agent.locate(address))
         self.agent: Agent = open_agent(config, cache(tuple(each.layout for each in everyone)), self.hear)
+        sys.setswitchinterval(SWITCH_S)
         self.agent.start([word.decode() for word in ranks.gather(self.agent.address.encode())])
         logger.info("kvferry moves caches of rank %d of %s at %s", ranks.rank, config.engine_id, self.agent.address)
 

@@ -38,6 +38,7 @@ from kvferry import (
     open_agent,
 )
 from kvferry.connectors.early_lease import new_key
+from kvferry.connectors.timing import SWITCH_S
 from kvferry.connectors.vllm.description.describe import Described, describe, engine_facts
 from kvferry.connectors.vllm.description.groups import may_grow
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
@@ -56,7 +57,6 @@ from kvferry.layout import contents
 
 logger = logging.getLogger(__name__)
 
-SWITCH_S = 0.0001
 # While nothing is computed vLLM asks step after step, without a pause, and takes from the agent's thread the core and
 # the interpreter that it needs to get done. Short enough that a new request does not notice.
 IDLE_WAIT_S = 0.003
@@ -110,7 +110,6 @@ class Worker:
         config = self._settings.agent
         config = replace(config, epoch=everyone[0].epoch, rank=rank, port=config.port + rank if config.port else 0)
         agent = open_agent(config, on.cache(layouts, described.memories), self._notices.put)
-        # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
         agent.start(addresses(agent.address, len(layouts)))
         ends = described.layer_ends if self._settings.layer_wise else {}
