@@ -152,9 +152,7 @@ def test_a_prefill_whose_cache_is_not_read_in_time_is_not_taken_out():
         (Ended(), "", []),
     ],
 )
-def test_whose_fault_it_is_that_a_prefill_that_waits_for_its_reader_fails_where_another_one_does_not(
-    event, reason, blamed
-):
+def test_whose_fault_it_is_that_a_prefill_that_waits_fails_where_another_does_not(event, reason, blamed):
     failed, recorder = [], recorder_of(InstancePool([P0, P1], Metrics()))
     assert recorder.hears_end_of_reading(reservation_of(P0, failed), event) == reason
     recorder.hears_end_of_reading(reservation_of(P1, failed), Ended())
