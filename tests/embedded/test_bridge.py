@@ -263,6 +263,8 @@ def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplog):
             await target.transfer.fetch("q" + request_id, params, ((0, 5),), prompt(6))
             assert await source.freed() == "r3" + request_id
         target.transfer.decline("never", {"nonsense": 1})
+        while target.transfer._declining:
+            await asyncio.sleep(0)
         ended = source.transfer.leases_ended
         # With a peer that is known, nothing may be fetched faster than it is aborted.
         assert ended["aborted"] + ended["done"] == ended.total() == 4
