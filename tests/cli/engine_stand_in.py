@@ -20,7 +20,7 @@ import http.server, json, os, pathlib, signal, socket, subprocess, sys
 folder = pathlib.Path(os.environ["STAND_IN_FOLDER"])
 if "--fail" in sys.argv:
     sys.exit("RuntimeError: no such model")
-helper = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 (folder / "seen.json").write_text(json.dumps([sys.argv[1:], os.getpid(), helper.pid]))
 host, port = (sys.argv[sys.argv.index(option) + 1] for option in ("--host", "--port"))
 port = int(port)
