@@ -2,9 +2,12 @@
 
     python benchmarks/sglang_nixl.py > benchmarks/results/sglang_nixl.json   # in the environment of `make test-sglang`
 
-Variants take turns, each with a pair of servers of its own: ours, SGLang's NIXL backend as shipped, and the same with a
-pause in NIXL's progress thread (`neutralised/`), which on a machine with few cores is the real peer. All prompts are
-computed in one step and sent to both servers at once, as a router does. Medians in ms:
+Ours and a peer take turns, request by request. Peers are SGLang's NIXL backend as shipped, and the same with a pause in
+NIXL's progress thread (`neutralised/`), which on a machine with few cores is the real peer. Each has a pair of servers
+of its own, and those whose turn it is not are stopped by a signal: they take no processor time. A turn begins with a
+short request that is not counted. All prompts are computed in one step and sent to both servers at once, as a router
+does.
+Medians in ms:
 
 * handover: from the end of the prefill's step to the moment in which the request may join a decode step, both as SGLang
   itself takes these times of a request (`sglang_measuring/`), the last rank of either side counts;
@@ -20,6 +23,8 @@ import http.client
 import json
 import os
 import random
+import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -46,12 +51,13 @@ CONCURRENCY = (1, 4)
 TPS = ((1, 1), (2, 1), (1, 2))
 NUM_NEW_TOKENS = 8
 ANSWER_S = 300
+WARM_TOKENS = 300
 # Half a megabyte for 16 tokens: a row per token, layer and half of the heads has 1 KiB, as Llama 3.1 8B's in bfloat16.
 WIDE = "llama-8-layers-of-8-heads"
 MODELS[WIDE] = TinyModel("Llama", {**GROUPED, "num_hidden_layers": 8, "num_key_value_heads": 8})
 FLAGS = (
     *("--chunked-prefill-size", "-1", "--max-prefill-tokens", "16384"),
-    *("--max-total-tokens", "40000", "--disaggregation-transfer-backend"),
+    *("--max-total-tokens", "33000", "--disaggregation-transfer-backend"),
 )
 
 
@@ -129,6 +135,19 @@ class MeasuredPair(Pair):
         self.decode = MeasuredServer("decode", spec.model, spec.decode, folder / "decode.log", variant, folder)
         self._read: dict[Path, int] = {}
 
+    def pause(self) -> None:
+        """No process of these servers runs until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for server in self.servers:
+            if server.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(server.process.pid, number)
+
     def events(self) -> list[dict[str, Any]]:
         """What has been written since this was last asked."""
         found = []
@@ -150,18 +169,21 @@ def install_plugin(folder: Path) -> None:
 
 @contextlib.contextmanager
 def running(model: str, tp: tuple[int, int], name: str) -> Iterator[MeasuredPair]:
-    """The two servers of a variant; their logs are kept when something goes wrong."""
+    """The two servers of a variant, ready and paused; their logs are kept when something goes wrong."""
     variant = VARIANTS[name]
     sides = [SideSpec(tp=ranks, flags=(*FLAGS, variant.backend)) for ranks in tp]
     folder = Path(tempfile.mkdtemp(prefix="sglang-nixl-"))
     pair = MeasuredPair(PairSpec(model, *sides), variant, folder)
-    pair.start()
     try:
+        pair.start()
+        pair.pause()
         yield pair
+        shutil.rmtree(folder)
     except BaseException:
         say(f"logs: {folder}")
         raise
     finally:
+        pair.resume()
         pair.stop()
 
 
@@ -242,18 +264,37 @@ def handovers(events: Iterable[dict[str, Any]], rooms: Sequence[int]) -> list[fl
     return [last["ready", room] - last["computed", room] for room in rooms]
 
 
-def turn(model: str, tp: tuple[int, int], name: str, number: int, options: Any, found: dict[Case, Any]) -> None:
-    """All cases of one pair of servers of a variant."""
-    with running(model, tp, name) as pair:
-        for tokens, at_once in ((300, 1), (300, 1), (300, 4), (max(options.sizes), 1)):
-            measure(pair, Case(model, tp, tokens, at_once), f"warm {number}", Samples())
-        for tokens in options.sizes:
-            for at_once in CONCURRENCY:
-                case = Case(model, tp, tokens, at_once)
-                samples = found[case].setdefault(name, Samples())
-                for repeat in range(options.repeats if at_once == 1 else options.repeats_of_four):
-                    measure(pair, case, (number, repeat), samples)
-                say(f"{case}: {name}: {row_of(samples)}")
+def warm_up(pair: MeasuredPair, case: Case) -> None:
+    """What is done at the first request, in the first long step and in the first batch is done."""
+    pair.resume()
+    for tokens, at_once in ((WARM_TOKENS, 1), (case.tokens, 1), (WARM_TOKENS, case.at_once)):
+        measure(pair, Case(case.model, case.tp, tokens, at_once), "warm", Samples())
+    pair.pause()
+
+
+def turn(pair: MeasuredPair, case: Case, repeat: int, into: Samples) -> None:
+    pair.resume()
+    measure(pair, Case(case.model, case.tp, WARM_TOKENS, 1), (case.tokens, case.at_once, repeat), Samples())
+    measure(pair, case, repeat, into)
+    pair.pause()
+
+
+def measure_all(model: str, tp: tuple[int, int], peer: str, options: argparse.Namespace) -> dict[Case, Any]:
+    """All cases of one model and parallelism: the samples of ours and of a peer."""
+    found: dict[Case, dict[str, Samples]] = {
+        Case(model, tp, tokens, n): defaultdict(Samples) for tokens in options.sizes for n in CONCURRENCY
+    }
+    names = (OURS, peer)
+    with contextlib.ExitStack() as stack:
+        pairs = {name: stack.enter_context(running(model, tp, name)) for name in names}
+        for pair in pairs.values():
+            warm_up(pair, max(found, key=lambda case: (case.tokens, case.at_once)))
+        for case, samples in found.items():
+            for repeat in range(options.repeats if case.at_once == 1 else options.repeats_of_four):
+                for name in names if repeat % 2 else reversed(names):
+                    turn(pairs[name], case, repeat, samples[name])
+            say(f"{case}: { {name: row_of(samples[name])['handover_ms'] for name in names} }")
+    return found
 
 
 def check_answers(found: dict[Case, dict[str, Samples]]) -> None:
@@ -285,69 +326,67 @@ def median_ms(times_s: Sequence[float]) -> float:
     return round(statistics.median(times_s) * 1000, 1)
 
 
-def summary(found: dict[Case, dict[str, Samples]]) -> list[dict[str, Any]]:
-    """One row per case, with the handover of each peer over ours: above 1 where ours is faster."""
+def summary(found: dict[Case, dict[str, Samples]], peer: str) -> list[dict[str, Any]]:
+    """One row per case, with the handover of the peer over ours: above 1 where ours is faster."""
     rows = []
     for case, by_variant in found.items():
-        row: dict[str, Any] = {
-            "model": case.model,
-            "tp": f"{case.tp[0]} to {case.tp[1]}",
-            "tokens": case.tokens,
-            "at_once": case.at_once,
-        }
-        row |= {name: row_of(samples) for name, samples in by_variant.items()}
-        for peer in by_variant:
-            if peer != OURS and OURS in by_variant:
-                row[f"{peer} / ours"] = round(row[peer]["handover_ms"] / row[OURS]["handover_ms"], 2)
-        rows.append(row)
+        ours, theirs = row_of(by_variant[OURS]), row_of(by_variant[peer])
+        rows.append(
+            {
+                "model": case.model,
+                "tp": f"{case.tp[0]} to {case.tp[1]}",
+                "tokens": case.tokens,
+                "at_once": case.at_once,
+                "peer": peer,
+                "ours": ours,
+                "theirs": theirs,
+                "theirs / ours": round(theirs["handover_ms"] / ours["handover_ms"], 2),
+            }
+        )
     return rows
 
 
-def goals(rows: Sequence[dict[str, Any]], peer: str) -> dict[str, Any]:
-    """What was aimed at beside one peer, in how many cases it was reached, and which ones miss it."""
-    ratio, found = f"{peer} / ours", {}
+def goals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What was aimed at, in how many of its cases it was reached, and which ones miss it."""
+    long = [row for row in rows if row["tokens"] >= 2048]
+    unequal = [row for row in long if len(set(row["tp"].split(" to "))) == 2]
+    short = [row for row in rows if row["tokens"] <= 256]
     aims = {
-        "never slower from 2,048 tokens on": [
-            (row, row[ratio] >= 1) for row in rows if row["tokens"] >= 2048 and ratio in row
-        ],
+        "never slower from 2,048 tokens on": [(row, row["theirs / ours"] >= 1) for row in long],
         "unequal TP at least 3 times as fast from 2,048 tokens on": [
-            (row, row[ratio] >= 3)
-            for row in rows
-            if row["tokens"] >= 2048 and ratio in row and len(set(row["tp"].split(" to "))) == 2
+            (row, row["theirs / ours"] >= 3) for row in unequal
         ],
         "at 256 tokens at most 2 ms slower": [
-            (row, row[OURS]["handover_ms"] - row[peer]["handover_ms"] <= 2)
-            for row in rows
-            if row["tokens"] <= 256 and ratio in row
+            (row, row["ours"]["handover_ms"] - row["theirs"]["handover_ms"] <= 2) for row in short
         ],
     }
-    for aim, cases in aims.items():
-        missed = [case_of(row) for row, is_met in cases if not is_met]
-        found[aim] = {"met": len(cases) - len(missed), "of": len(cases), "missed": missed}
-    return found
+    return {
+        aim: {
+            "met": sum(is_met for _, is_met in cases),
+            "of": len(cases),
+            "missed": [case_of(row) for row, is_met in cases if not is_met],
+        }
+        for aim, cases in aims.items()
+    }
 
 
 def case_of(row: dict[str, Any]) -> str:
-    return f"{row['model']}, {row['tp']}, {row['tokens']} tokens, {row['at_once']} at once"
+    return f"{row['tp']}, {row['tokens']} tokens, {row['at_once']} at once, {row['peer']}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    lines = [
-        "| TP | tokens | at once | handover, ms: " + " / ".join(VARIANTS) + " | peers / ours | first token, ms "
-        "| descriptors: ours / NIXL | MB: ours / NIXL |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """The rows as Markdown: ours / theirs."""
+    heads = ("peer", "TP", "tokens", "at once", "handover, ms", "theirs / ours", "first token, ms", "descriptors", "MB")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
-        there = [name for name in VARIANTS if name in row]
-        peer = next(name for name in there if name != OURS)
+        ours, theirs = row["ours"], row["theirs"]
         cells = [
-            *(row["tp"], f"{row['tokens']:,}", str(row["at_once"])),
-            " / ".join(f"{row[name]['handover_ms']:g}" for name in there),
-            " / ".join(f"{row[f'{name} / ours']:g}" for name in there if name != OURS),
-            " / ".join(f"{row[name]['first_token_ms']:.0f}" for name in there),
-            " / ".join(f"{row[name]['descriptors']:,.0f}" for name in (OURS, peer)),
-            " / ".join(f"{row[name]['megabytes']:,.1f}" for name in (OURS, peer)),
+            *(row["peer"], row["tp"], f"{row['tokens']:,}", str(row["at_once"])),
+            f"{ours['handover_ms']:g} / {theirs['handover_ms']:g}",
+            f"{row['theirs / ours']:g}",
+            f"{ours['first_token_ms']:,.0f} / {theirs['first_token_ms']:,.0f}",
+            f"{ours['descriptors']:,.0f} / {theirs['descriptors']:,.0f}",
+            f"{ours['megabytes']:,.1f} / {theirs['megabytes']:,.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -355,40 +394,50 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round with few repeats: about 12 minutes")
-    parser.add_argument("--rounds", type=int, default=2, help="so often the variants take turns")
-    parser.add_argument("--repeats", type=int, default=5, help="of one request at a time, per round")
-    parser.add_argument("--repeats-of-four", type=int, default=2, help="of four requests at once, per round")
+    parser.add_argument("--quick", action="store_true", help="few repeats: about 12 minutes on two cores")
+    parser.add_argument("--repeats", type=int, default=7, help="of one request at a time")
+    parser.add_argument("--repeats-of-four", type=int, default=3, help="of four requests at once")
     parser.add_argument("--sizes", type=lambda text: tuple(map(int, text.split(","))), default=SIZES)
     parser.add_argument("--tp", default="1:1,2:1,1:2", help="ranks of prefill and decode")
     parser.add_argument("--models", default=WIDE, help="of tests/tiny_models.py, or the wide one")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--merge", nargs="*", help="measure nothing: results of earlier runs, to be printed as one")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.repeats, options.repeats_of_four = 1, 3, 1
+        options.repeats, options.repeats_of_four = 2, 1
     return options
+
+
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for model in options.models.split(","):
+        for ranks in options.tp.split(","):
+            prefill, decode = map(int, ranks.split(":"))
+            for peer in options.peers.split(","):
+                began = time.perf_counter()
+                found = measure_all(model, (prefill, decode), peer, options)
+                check_answers(found)
+                rows += summary(found, peer)
+                say(f"{model}, TP {ranks}, {peer}: {time.perf_counter() - began:.0f} s")
+    return rows
 
 
 def main() -> None:
     options = options_of()
-    tps = [tuple(map(int, each.split(":"))) for each in options.tp.split(",")]
-    found: dict[Case, dict[str, Samples]] = defaultdict(dict)
-    for model in options.models.split(","):
-        for tp in tps:
-            for number in range(options.rounds):
-                for name in options.variants.split(","):
-                    began = time.perf_counter()
-                    turn(model, tp, name, number, options, found)
-                    say(f"round {number + 1} of {options.rounds}, {name}: {time.perf_counter() - began:.0f} s")
-    check_answers(found)
-    rows = summary(found)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
+    commands = [f"python benchmarks/sglang_nixl.py {' '.join(sys.argv[1:])}".strip()]
+    if options.merge:
+        parts = [json.loads(Path(part).read_text()) for part in options.merge]
+        commands, rows = ([each for part in parts for each in part[name]] for name in ("commands", "rows"))
+    else:
+        rows = measured(options)
     say(table(rows))
     facts = {
-        "command": f"python benchmarks/sglang_nixl.py {' '.join(sys.argv[1:])}".strip(),
+        "commands": commands,
         "machine": machine(),
-        "model": f"{options.models}, float32, pages of 16 tokens; prompts computed in one step",
+        "models": "float32, pages of 16 tokens; prompts computed in one step; every process one OpenMP thread",
+        "goals": goals(rows),
         "rows": rows,
-        "goals": {peer: goals(rows, peer) for peer in PEERS if any(f"{peer} / ours" in row for row in rows)},
     }
     print(json.dumps(facts, indent=1))
 

@@ -74,7 +74,7 @@ def _hears(original: Callable[..., Any]) -> Callable[..., Any]:
                 at=time.perf_counter(),
                 descriptors=report.num_rows,
                 bytes=report.num_bytes,
-                over=f"{report.transport} {report.choice} {report.strategy}",
+                over=f"{report.transport}, {report.strategy}",
                 phases_ms={name: round(took_s * 1000, 3) for name, took_s in report.phases_s.items()},
             )
 
