@@ -279,32 +279,32 @@ def turn(pair: MeasuredPair, case: Case, repeat: int, into: Samples) -> None:
     pair.pause()
 
 
-def measure_all(model: str, tp: tuple[int, int], peer: str, options: argparse.Namespace) -> dict[Case, Any]:
-    """All cases of one model and parallelism: the samples of ours and of a peer."""
-    found: dict[Case, dict[str, Samples]] = {
-        Case(model, tp, tokens, n): defaultdict(Samples) for tokens in options.sizes for n in CONCURRENCY
-    }
+def measure_all(
+    model: str, tp: tuple[int, int], peer: str, options: argparse.Namespace
+) -> Iterator[tuple[Case, dict[str, Samples]]]:
+    """Each case of one model and parallelism, with the samples of ours and of a peer."""
+    cases = [Case(model, tp, tokens, at_once) for tokens in options.sizes for at_once in CONCURRENCY]
     names = (OURS, peer)
     with contextlib.ExitStack() as stack:
         pairs = {name: stack.enter_context(running(model, tp, name)) for name in names}
         for pair in pairs.values():
-            warm_up(pair, max(found, key=lambda case: (case.tokens, case.at_once)))
-        for case, samples in found.items():
+            warm_up(pair, max(cases, key=lambda case: (case.tokens, case.at_once)))
+        for case in cases:
+            samples = {name: Samples() for name in names}
             for repeat in range(options.repeats if case.at_once == 1 else options.repeats_of_four):
                 for name in names if repeat % 2 else reversed(names):
                     turn(pairs[name], case, repeat, samples[name])
-            say(f"{case}: { {name: row_of(samples[name])['handover_ms'] for name in names} }")
-    return found
+            yield case, samples
 
 
-def check_answers(found: dict[Case, dict[str, Samples]]) -> None:
+def check_answers(case: Case, by_variant: dict[str, Samples]) -> None:
     """Raises SystemExit where variants have answered a prompt differently, or all prompts alike."""
-    for case, by_variant in found.items():
-        if len({tuple(samples.answers) for samples in by_variant.values()}) != 1:
-            raise SystemExit(f"variants give different answers: {case}")
-    answers = {answer for by_variant in found.values() for each in by_variant.values() for answer in each.answers}
-    if len(answers) < 2:
-        raise SystemExit("all prompts have the same answer: it says nothing of the cache")
+    answers = {tuple(samples.answers) for samples in by_variant.values()}
+    if len(answers) != 1:
+        raise SystemExit(f"variants give different answers: {case}")
+    (answered,) = answers
+    if len(answered) > 1 and len(set(answered)) == 1:
+        raise SystemExit(f"all prompts have the same answer, which says nothing of a cache: {case}")
 
 
 def row_of(samples: Samples) -> dict[str, Any]:
@@ -326,24 +326,19 @@ def median_ms(times_s: Sequence[float]) -> float:
     return round(statistics.median(times_s) * 1000, 1)
 
 
-def summary(found: dict[Case, dict[str, Samples]], peer: str) -> list[dict[str, Any]]:
-    """One row per case, with the handover of the peer over ours: above 1 where ours is faster."""
-    rows = []
-    for case, by_variant in found.items():
-        ours, theirs = row_of(by_variant[OURS]), row_of(by_variant[peer])
-        rows.append(
-            {
-                "model": case.model,
-                "tp": f"{case.tp[0]} to {case.tp[1]}",
-                "tokens": case.tokens,
-                "at_once": case.at_once,
-                "peer": peer,
-                "ours": ours,
-                "theirs": theirs,
-                "theirs / ours": round(theirs["handover_ms"] / ours["handover_ms"], 2),
-            }
-        )
-    return rows
+def summary(case: Case, peer: str, by_variant: dict[str, Samples]) -> dict[str, Any]:
+    """The row of a case: the handover of the peer over ours is above 1 where ours is faster."""
+    ours, theirs = row_of(by_variant[OURS]), row_of(by_variant[peer])
+    return {
+        "model": case.model,
+        "tp": f"{case.tp[0]} to {case.tp[1]}",
+        "tokens": case.tokens,
+        "at_once": case.at_once,
+        "peer": peer,
+        "ours": ours,
+        "theirs": theirs,
+        "theirs / ours": round(theirs["handover_ms"] / ours["handover_ms"], 2),
+    }
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -408,29 +403,41 @@ def options_of() -> argparse.Namespace:
     return options
 
 
-def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for model in options.models.split(","):
         for ranks in options.tp.split(","):
             prefill, decode = map(int, ranks.split(":"))
             for peer in options.peers.split(","):
-                began = time.perf_counter()
-                found = measure_all(model, (prefill, decode), peer, options)
-                check_answers(found)
-                rows += summary(found, peer)
-                say(f"{model}, TP {ranks}, {peer}: {time.perf_counter() - began:.0f} s")
-    return rows
+                for case, samples in measure_all(model, (prefill, decode), peer, options):
+                    check_answers(case, samples)
+                    yield summary(case, peer, samples)
+
+
+def until_ended(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows, or those that are complete when this process is asked to end."""
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    found = []
+    signal.signal(signal.SIGTERM, end)
+    try:
+        for row in rows:
+            found.append(row)
+            say(table(found).splitlines()[-1])
+    except KeyboardInterrupt:
+        say("ended from outside: these are the complete cases")
+    return found
 
 
 def main() -> None:
     options = options_of()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     commands = [f"python benchmarks/sglang_nixl.py {' '.join(sys.argv[1:])}".strip()]
     if options.merge:
         parts = [json.loads(Path(part).read_text()) for part in options.merge]
         commands, rows = ([each for part in parts for each in part[name]] for name in ("commands", "rows"))
     else:
-        rows = measured(options)
+        rows = until_ended(measured(options))
     say(table(rows))
     facts = {
         "commands": commands,
