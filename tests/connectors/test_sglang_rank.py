@@ -323,6 +323,13 @@ def test_what_is_set_is_what_the_agent_is_opened_with(new_rank, opened):
     assert config.staging == staging_named("pack", 64 << 20)
 
 
+def test_whoever_waits_for_news_is_woken_by_them_once(prefill, decode):
+    assert not decode.wait_for_news(0.0)
+    engine_of(prefill, decode)
+    assert decode.wait_for_news(DEADLINE_S)
+    assert not decode.wait_for_news(0.0)
+
+
 def test_an_agent_does_not_wait_long_for_an_interpreter_that_computes(new_rank):
     new_rank(4)
     assert sys.getswitchinterval() == pytest.approx(SWITCH_S)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -116,7 +117,8 @@ def manager(sglang, rank):
     made = object.__new__(sglang.manager.FerryManager)
     made.rank, made.metadata, made._receivers = rank, rows, {}
     made.milestone, made.kv_args = lambda: lambda: True, SimpleNamespace(page_size=16)
-    made.tables = PlainTables()
+    made.tables, made._waiting = PlainTables(), WeakKeyDictionary()
+    made._scheduler = SimpleNamespace(is_fully_idle=lambda for_health_check: False)
     return made
 
 
@@ -273,6 +275,78 @@ class TestSender:
             with pytest.raises(TransferError) as raised:
                 made.failure_exception()
             assert raised.value.reason == Reason.UNNAMED_PROMPT
+
+
+class TestRest:
+    """While SGLang computes nothing, the first request that waits does so for news, in place of being asked again."""
+
+    @pytest.fixture
+    def news(self, manager, rank):
+        """What becomes of a lease or a fetch while somebody waits; noted is how often that was."""
+        found = SimpleNamespace(waits=0, tell=lambda: None)
+
+        def wait_for_news(within_s):
+            found.waits += 1
+            assert within_s < 0.01
+            found.tell()
+            return True
+
+        rank.wait_for_news = wait_for_news
+        manager._scheduler.is_fully_idle = lambda for_health_check: for_health_check
+        return found
+
+    def sent(self, new_sender):
+        sender = new_sender()
+        sender.init(3, 1)
+        sender.send([4, 9, 2], [], 40)
+        return sender
+
+    def test_a_cache_that_is_read_meanwhile_is_known_at_once(self, sglang, new_sender, rank, news):
+        sender = self.sent(new_sender)
+        news.tell = lambda: setattr(rank.leases[0], "ended", "done")
+        assert (sender.poll(), news.waits) == (sglang.poll.Success, 1)
+        assert (sender.poll(), news.waits) == (sglang.poll.Success, 1)
+
+    def test_a_cache_that_lands_meanwhile_is_known_at_once(self, sglang, new_receiver, rank, news):
+        rank.lookups[-1].engine = ENGINE
+        receiver = new_receiver()
+        receiver.init(0)
+        receiver.send_metadata([5, 6, 7], 1, [], decode_prefix_len=0)
+        report = FetchReport(40, 1, 1, "shm", "", "direct", first_token=FIRST)
+        news.tell = lambda: vars_of(rank.fetches[0], report=report, is_over=True)
+        assert (receiver.poll(), news.waits) == (sglang.poll.Success, 1)
+
+    def test_nobody_waits_while_something_is_computed(self, sglang, new_sender, manager, news):
+        manager._scheduler.is_fully_idle = lambda for_health_check: False
+        assert (self.sent(new_sender).poll(), news.waits) == (sglang.poll.Transferring, 0)
+
+    def test_nobody_waits_before_its_prompt_is_computed(self, sglang, new_sender, news):
+        assert (new_sender().poll(), news.waits) == (sglang.poll.WaitingForInput, 0)
+
+    def test_nobody_waits_before_its_device_has_written_the_last_page(self, sglang, new_sender, manager, news):
+        manager.milestone = lambda: lambda: False
+        assert (self.sent(new_sender).poll(), news.waits) == (sglang.poll.Transferring, 0)
+
+    def test_one_waits_for_all(self, manager, news):
+        first, second = Waiting(), Waiting()
+        assert (manager.rest(first), manager.rest(second), news.waits) == (True, False, 1)
+        manager.end_rest(first)
+        assert (manager.rest(second), news.waits) == (True, 2)
+
+    def test_one_that_is_dropped_without_a_word_does_not_wait_any_more(self, manager, news):
+        first, second = Waiting(), Waiting()
+        manager.rest(first)
+        del first
+        assert manager.rest(second)
+
+
+class Waiting:
+    """Stands for a request."""
+
+
+def vars_of(target, **values):
+    for name, value in values.items():
+        setattr(target, name, value)
 
 
 class TestReceiver:

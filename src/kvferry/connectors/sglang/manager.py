@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVManager
@@ -20,6 +21,9 @@ from kvferry.devices import cache_device
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.options import staging_memory_named
 
+# While nothing is computed SGLang asks without a pause, and takes from the agent's thread the core and the interpreter
+# that it needs to get done. Short enough that a new request does not notice.
+IDLE_WAIT_S = 0.001
 OTHER_BACKEND = "use SGLang's own backend: --disaggregation-transfer-backend nixl"
 
 
@@ -76,6 +80,8 @@ class FerryManager(BaseKVManager):
         port = server_args.disaggregation_bootstrap_port if is_prefill else 0
         self.rank = Rank(settings, layout, lambda layouts: device.cache(layouts, memories), ranks, port)
         self.cache = self.rank.cache_name
+        # Requests that wait for nothing but a transfer, in their order. SGLang may drop one without a word.
+        self._scheduler, self._waiting = queue.scheduler, WeakKeyDictionary[object, None]()
         # The receiver of each room on this rank, for SGLang to ask after those that have failed.
         self._receivers: dict[int, Writing] = {}
         if not is_prefill:
@@ -117,6 +123,18 @@ class FerryManager(BaseKVManager):
         """SGLang asks after this request no more."""
         if self._receivers.get(room) is receiver:
             del self._receivers[room]
+
+    def rest(self, request: object) -> bool:
+        """Wait a moment for news, in place of asking again and again: whether there may be some. The first request that
+        waits does so for all, and only while SGLang computes nothing."""
+        self._waiting.setdefault(request, None)
+        if next(iter(self._waiting)) is not request or not self._scheduler.is_fully_idle(for_health_check=True):
+            return False
+        return self.rank.wait_for_news(IDLE_WAIT_S)
+
+    def end_rest(self, request: object) -> None:
+        """A request waits no more."""
+        self._waiting.pop(request, None)
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: object) -> None:
         """A request that SGLang has taken back cannot be computed anew by its prefill engine: it fails."""

@@ -142,6 +142,7 @@ class Rank:
         )
         # What SGLang asks for and what the agent says meet here; nothing waits while it is held.
         self._lock = threading.Lock()
+        self._news = threading.Event()
         self._stopped: FerryError | None = None
         self._leases: dict[str, Leased] = {}
         self._fetches: dict[str, Fetching] = {}
@@ -216,6 +217,12 @@ class Rank:
         """Nobody waits for this fetch any more; it is over when its pages are free."""
         self.agent.abort(fetching.request_id)
 
+    def wait_for_news(self, within_s: float) -> bool:
+        """Whether the agent has said something since this was asked last, or says it within so many seconds."""
+        is_new = self._news.wait(within_s)
+        self._news.clear()
+        return is_new
+
     # --- what the agent says, on its thread ---
 
     def hear(self, notice: Notice) -> None:
@@ -230,6 +237,7 @@ class Rank:
                 self.engines.heard(notice)
             case AgentStopped():
                 self._stop()
+        self._news.set()
 
     def _progressed(self, fetching: Fetching, notice: Fetched | FetchFailed | BlocksReleased) -> None:
         if isinstance(notice, FetchFailed):

@@ -1,7 +1,7 @@
 """The decode side of a request: a fetch into the pages that SGLang has reserved for its prompt.
 
-`poll` answers at once and never raises. It says Failed only when no ticket can write to the pages any more, for then
-SGLang frees them.
+`poll` never raises, and answers at once unless SGLang has nothing to compute. It says Failed only when no ticket can
+write to the pages any more, for then SGLang frees them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ class FerryReceiver(BaseKVReceiver):
         """How far the request is."""
         if self.conclude_state is None:
             self.conclude_state = self._advance()
+        if self.conclude_state is None and self._fetching is not None and self.kv_mgr.rest(self):
+            self.conclude_state = self._advance()
         if self.conclude_state is not None:
+            self.kv_mgr.end_rest(self)
             return self.conclude_state
         if self._destination is not None:
             return KVPoll.Transferring
@@ -115,6 +118,7 @@ class FerryReceiver(BaseKVReceiver):
 
     def clear(self) -> None:
         """SGLang forgets the request."""
+        self.kv_mgr.end_rest(self)
         self._decline()
         self.kv_mgr.forget(self._room, self)
 

@@ -1,7 +1,8 @@
 """The prefill side of a request: a lease that grows while its prompt is computed.
 
-`poll` answers at once and never raises. SGLang frees the pages when it says Success or Failed, or when it has said
-Failed on another rank: `failure_exception` is called before that, and takes the lease back.
+`poll` never raises, and answers at once unless SGLang has nothing to compute. SGLang frees the pages when it says
+Success or Failed, or when it has said Failed on another rank: `failure_exception` is called before that, and takes the
+lease back.
 """
 
 from __future__ import annotations
@@ -92,13 +93,21 @@ class FerrySender(BaseKVSender):
     def poll(self) -> int:
         """How far the request is."""
         self._tell()
-        if self._error is not None or self._lease.ended not in ("", "done"):
-            self.conclude_state = KVPoll.Failed
-        elif self._lease.ended:
-            self.conclude_state = KVPoll.Success
+        is_sent = self._num_sent == self._num_tokens and not self._sent
+        if self._ended() is None and is_sent:
+            self.kv_mgr.rest(self)
+        self.conclude_state = self._ended()
         if self.conclude_state is not None:
+            self.kv_mgr.end_rest(self)
             return self.conclude_state
         return KVPoll.Transferring if self._num_sent == self._num_tokens else KVPoll.WaitingForInput
+
+    def _ended(self) -> int | None:
+        if self.conclude_state is not None:
+            return self.conclude_state
+        if self._error is not None or self._lease.ended not in ("", "done"):
+            return KVPoll.Failed
+        return KVPoll.Success if self._lease.ended else None
 
     def poll_pp_consensus(self) -> int:
         """As `poll`: what the first stage of a pipeline asks before a prompt is computed, when all stages answer the
@@ -120,6 +129,7 @@ class FerrySender(BaseKVSender):
 
     def clear(self) -> None:
         """SGLang forgets the request."""
+        self.kv_mgr.end_rest(self)
         self._withdraw()
 
     def get_transfer_metric(self) -> KVTransferMetric:
