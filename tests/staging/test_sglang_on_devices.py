@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvferry import FirstToken
+from kvferry.connectors.jobs import BlockTables
 from kvferry.connectors.sglang.construction import note_request
 from kvferry.devices import CacheDevice
 
@@ -126,8 +127,21 @@ class Offers:
     def promise(self, room: int, prompt: object) -> Any:
         return SimpleNamespace(ended="")
 
-    def grow(self, room: int, pages: tuple[int, ...], num_tokens: int, first: FirstToken | None = None) -> None:
+    def grow(self, room: int, tables: BlockTables, num_tokens: int, first: FirstToken | None = None) -> None:
+        (pages,) = tables
         self.said.append((pages, num_tokens, set(self._device.page(pages[-1]).flatten().tolist())))
+
+
+class PlainTables:
+    """Of a pool that keeps every token, and nothing else."""
+
+    may_grow = True
+
+    def of(self, pages: list[int], states: object) -> BlockTables:
+        return (tuple(pages),)
+
+    def of_prompt(self, request: object, num_tokens: int, pages: list[int], states: object) -> BlockTables:
+        return (tuple(pages),)
 
 
 @pytest.fixture
@@ -139,7 +153,8 @@ def offers(device: PretendedDevice | RealDevice) -> Offers:
 def sender(sender_class: Any, device: PretendedDevice | RealDevice, offers: Offers) -> Any:
     rows = SimpleNamespace(output_ids=torch.full((1, 16), FIRST.token_id))
     milestone = CacheDevice(device.device, device.device.type, device.device.type).milestone
-    manager = SimpleNamespace(rank=offers, metadata=rows, milestone=milestone)
+    manager = SimpleNamespace(rank=offers, metadata=rows, milestone=milestone, tables=PlainTables())
+    manager.rest = lambda sender: False
     asked = {"multimodal_inputs": None, "input_embeds": None, "return_sampling_mask": False, "return_logprob": False}
     request = SimpleNamespace(origin_input_ids=PROMPT, extra_key=None, cache_salt=None, **asked)
     made = note_request(lambda queue, request: sender_class(manager, "127.0.0.1:1", 7), None, request)
