@@ -26,9 +26,9 @@ SMALLEST = [
     "staging_index.py --repeats 1",
     "transports.py --mebibytes 1 --repeats 1",
 ]
-# Those of real vLLM servers run in an environment of their own, draw_mixed_tp.py draws what is there, and
+# Those of real vLLM and SGLang servers run in an environment of their own, draw_mixed_tp.py draws what is there, and
 # staging_device.py is tested with the kernels (tests/staging), where Triton is.
-ELSEWHERE = {"vllm_early.py", "vllm_pd.py", "draw_mixed_tp.py", "staging_device.py"}
+ELSEWHERE = {"sglang_nixl.py", "vllm_early.py", "vllm_pd.py", "draw_mixed_tp.py", "staging_device.py"}
 DEADLINE_S = 240.0
 
 
