@@ -113,7 +113,8 @@ def from_other(other: Other, decode: SGLangServer, prompt: Prompt, for_prefill: 
     with ThreadPoolExecutor(1) as pool:
         prefill = pool.submit(post_to_other, other, for_prefill or prompt, 1, params)
         answer = post(decode, prompt, room, other.transfer_port)
-        assert prefill.result().error == ""
+        # A reader that has found the cache of another prompt may have left before this one has answered.
+        assert prefill.result().error == "" or for_prefill
     return answer
 
 
