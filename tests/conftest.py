@@ -1,5 +1,6 @@
 """What holds for all tests: which of them count lines, and that no time is short for a property's example."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,10 @@ from hypothesis import HealthCheck, settings
 
 # Processes under test buffer their output as they do at people's machines: what a failed write leaves would go unseen.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# An agent imports it on a thread of its own, which makes loggers while pytest goes through all there are.
+with contextlib.suppress(ImportError):
+    import numba  # noqa: F401
 
 HERE = Path(__file__).parent
 COUNTED = {"plan", "wire", "session", "catalog"}
