@@ -13,7 +13,9 @@ import subprocess
 import time
 import urllib.request
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 __all__ = ["VLLM_ON_CPU", "EngineServer", "StartError", "hold_ports", "is_installed"]
 
@@ -98,6 +100,16 @@ class EngineServer(ABC):
         lines = self.log.read_text(errors="replace").splitlines()
         errors = [line for line in lines if re.search(r"\w+(Error|Exception)\b|^\s*hint:", line)]
         return "\n".join([*(errors or lines)[-MOST_WORDS:], f"(see {self.log})"])
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        """Started and ready, until the end of a `with`."""
+        try:
+            self.start()
+            self.wait_until_ready()
+            yield self
+        finally:
+            self.stop()
 
     def kill(self) -> None:
         """End the whole process group without a goodbye, as a lost machine would."""

@@ -7,8 +7,8 @@ import json
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +79,8 @@ def _wait(deadline: float) -> None:
     time.sleep(POLL_S)
 
 
-@contextmanager
-def routing(prefill: Server, decode: Server, log: Path) -> Iterator[Router]:
-    router = Router(prefill, decode, log)
-    try:
-        router.start()
-        router.wait_until_ready()
-        yield router
-    finally:
-        router.stop()
+def routing(prefill: Server, decode: Server, log: Path) -> AbstractContextManager[Router]:
+    return Router(prefill, decode, log).running()
 
 
 def completion(prompt: Prompt, **more: Any) -> dict[str, Any]:

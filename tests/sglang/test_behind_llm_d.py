@@ -38,13 +38,8 @@ class Sidecar(EngineServer):
 
 @pytest.fixture
 def sidecar(pair, tmp_path):
-    sidecar = Sidecar(pair, tmp_path / "sidecar.log")
-    try:
-        sidecar.start()
-        sidecar.wait_until_ready()
+    with Sidecar(pair, tmp_path / "sidecar.log").running() as sidecar:
         yield sidecar
-    finally:
-        sidecar.stop()
 
 
 @one_pair

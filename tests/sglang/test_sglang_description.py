@@ -384,6 +384,12 @@ class TestStates:
         assert [state.per_token for state in found.layout.states][:2] == [True, True]
         assert not any(state.per_token for state in found.layout.states[2:])
 
+    def test_states_in_a_pool_of_another_kind_are_refused(self):
+        pool = self.pool(self.mamba(1, 2))
+        pool.mamba_pool = SimpleNamespace()
+        with pytest.raises(LayoutError, match="this kind of pool cannot be described"):
+            described(pool, num_state_groups=2)
+
     def test_groups_that_ranks_share_unevenly_are_refused(self):
         with pytest.raises(LayoutError, match="not divided evenly"):
             described(self.pool(self.mamba(4, 2)), 1, 4, num_heads=4 * NUM_HEADS, num_state_groups=2)

@@ -124,6 +124,21 @@ def test_other_ways_to_divide_an_engine_are_refused(scene, name):
         scene.manager("prefill")
 
 
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_sglang_is_asked_whether_it_computes_and_not_whether_it_transfers(scene, is_idle):
+    def is_fully_idle(for_health_check=False, ignore_waiting=False):
+        return is_idle and for_health_check and not ignore_waiting
+
+    scene.scheduler.is_fully_idle = is_fully_idle
+    assert scene.manager("decode")._is_idle() is is_idle
+
+
+@pytest.mark.parametrize("idleness", [{}, {"is_fully_idle": lambda: True}])
+def test_an_sglang_that_cannot_be_asked_is_never_idle(scene, idleness):
+    vars(scene.scheduler).update(idleness)
+    assert not scene.manager("decode")._is_idle()
+
+
 def test_a_pipeline_is_refused_where_it_decodes(scene):
     scene.parallel.pp_size = 2
     with pytest.raises(ConfigurationError, match="pp_size 2"):

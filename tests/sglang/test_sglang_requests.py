@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import pytest
+from plain_tables import PlainTables
 
 from kvferry import FetchReport, FirstToken, Reason, RemoteEngine, TokenRange
 from kvferry.errors import RequestError, TransferError
@@ -83,18 +84,6 @@ class ScriptedRank:
         self.said.append(("decline", engine))
 
 
-class PlainTables:
-    """Of a pool that keeps every token, and nothing else."""
-
-    may_grow = True
-
-    def of(self, pages, states):
-        return (tuple(pages),)
-
-    def of_prompt(self, request, num_tokens, pages, states):
-        return (tuple(pages),)
-
-
 @pytest.fixture
 def rank(sglang):
     return ScriptedRank(sglang)
@@ -118,7 +107,7 @@ def manager(sglang, rank):
     made.rank, made.metadata, made._receivers = rank, rows, {}
     made.milestone, made.kv_args = lambda: lambda: True, SimpleNamespace(page_size=16)
     made.tables, made._waiting = PlainTables(), WeakKeyDictionary()
-    made._scheduler = SimpleNamespace(is_fully_idle=lambda for_health_check: False)
+    made._is_idle = lambda: False
     return made
 
 
@@ -277,7 +266,7 @@ class TestSender:
             assert raised.value.reason == Reason.UNNAMED_PROMPT
 
 
-class TestRest:
+class TestWaiting:
     """While SGLang computes nothing, the first request that waits does so for news, in place of being asked again."""
 
     @pytest.fixture
@@ -292,7 +281,7 @@ class TestRest:
             return True
 
         rank.wait_for_news = wait_for_news
-        manager._scheduler.is_fully_idle = lambda for_health_check: for_health_check
+        manager._is_idle = lambda: True
         return found
 
     def sent(self, new_sender):
@@ -317,7 +306,7 @@ class TestRest:
         assert (receiver.poll(), news.waits) == (sglang.poll.Success, 1)
 
     def test_nobody_waits_while_something_is_computed(self, sglang, new_sender, manager, news):
-        manager._scheduler.is_fully_idle = lambda for_health_check: False
+        manager._is_idle = lambda: False
         assert (self.sent(new_sender).poll(), news.waits) == (sglang.poll.Transferring, 0)
 
     def test_nobody_waits_before_its_prompt_is_computed(self, sglang, new_sender, news):
@@ -329,15 +318,15 @@ class TestRest:
 
     def test_one_waits_for_all(self, manager, news):
         first, second = Waiting(), Waiting()
-        assert (manager.rest(first), manager.rest(second), news.waits) == (True, False, 1)
-        manager.end_rest(first)
-        assert (manager.rest(second), news.waits) == (True, 2)
+        assert (manager.wait_while_idle(first), manager.wait_while_idle(second), news.waits) == (True, False, 1)
+        manager.end_wait(first)
+        assert (manager.wait_while_idle(second), news.waits) == (True, 2)
 
     def test_one_that_is_dropped_without_a_word_does_not_wait_any_more(self, manager, news):
         first, second = Waiting(), Waiting()
-        manager.rest(first)
+        manager.wait_while_idle(first)
         del first
-        assert manager.rest(second)
+        assert manager.wait_while_idle(second)
 
 
 class Waiting:

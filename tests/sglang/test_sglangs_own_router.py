@@ -59,13 +59,8 @@ class OwnRouter(EngineServer):
 
 @pytest.fixture
 def router(pair, tmp_path):
-    router = OwnRouter(pair, tmp_path / "router.log")
-    try:
-        router.start()
-        router.wait_until_ready()
+    with OwnRouter(pair, tmp_path / "router.log").running() as router:
         yield router
-    finally:
-        router.stop()
 
 
 @one_pair

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_tables import PlainTables
 
 from kvferry import FirstToken
 from kvferry.connectors.jobs import BlockTables
@@ -132,18 +133,6 @@ class Offers:
         self.said.append((pages, num_tokens, set(self._device.page(pages[-1]).flatten().tolist())))
 
 
-class PlainTables:
-    """Of a pool that keeps every token, and nothing else."""
-
-    may_grow = True
-
-    def of(self, pages: list[int], states: object) -> BlockTables:
-        return (tuple(pages),)
-
-    def of_prompt(self, request: object, num_tokens: int, pages: list[int], states: object) -> BlockTables:
-        return (tuple(pages),)
-
-
 @pytest.fixture
 def offers(device: PretendedDevice | RealDevice) -> Offers:
     return Offers(device)
@@ -154,7 +143,7 @@ def sender(sender_class: Any, device: PretendedDevice | RealDevice, offers: Offe
     rows = SimpleNamespace(output_ids=torch.full((1, 16), FIRST.token_id))
     milestone = CacheDevice(device.device, device.device.type, device.device.type).milestone
     manager = SimpleNamespace(rank=offers, metadata=rows, milestone=milestone, tables=PlainTables())
-    manager.rest = lambda sender: False
+    manager.wait_while_idle = lambda sender: False
     asked = {"multimodal_inputs": None, "input_embeds": None, "return_sampling_mask": False, "return_logprob": False}
     request = SimpleNamespace(origin_input_ids=PROMPT, extra_key=None, cache_salt=None, **asked)
     made = note_request(lambda queue, request: sender_class(manager, "127.0.0.1:1", 7), None, request)

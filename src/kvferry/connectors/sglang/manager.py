@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from math import inf
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -53,7 +56,6 @@ class FerryManager(BaseKVManager):
     """One per scheduler process: the rank's agent, and the buffers in which SGLang expects first tokens."""
 
     # Where one rank fails, SGLang holds the pages of the request on every rank until each rank's own fetch is over.
-    supports_deferred_decode_kv_release = True
     enable_deferred_decode_kv_release = True
 
     def __init__(
@@ -81,7 +83,8 @@ class FerryManager(BaseKVManager):
         self.rank = Rank(settings, layout, lambda layouts: device.cache(layouts, memories), ranks, port)
         self.cache = self.rank.cache_name
         # Requests that wait for nothing but a transfer, in their order. SGLang may drop one without a word.
-        self._scheduler, self._waiting = queue.scheduler, WeakKeyDictionary[object, None]()
+        self._waiting = WeakKeyDictionary[object, None]()
+        self._is_idle = _idleness_of(queue.scheduler)
         # The receiver of each room on this rank, for SGLang to ask after those that have failed.
         self._receivers: dict[int, Writing] = {}
         if not is_prefill:
@@ -124,15 +127,15 @@ class FerryManager(BaseKVManager):
         if self._receivers.get(room) is receiver:
             del self._receivers[room]
 
-    def rest(self, request: object) -> bool:
-        """Wait a moment for news, in place of asking again and again: whether there may be some. The first request that
-        waits does so for all, and only while SGLang computes nothing."""
+    def wait_while_idle(self, request: object) -> bool:
+        """Wait a moment for news, in place of being asked again and again: whether there is some. The first request
+        that waits does so for all, and only while SGLang computes nothing."""
         self._waiting.setdefault(request, None)
-        if next(iter(self._waiting)) is not request or not self._scheduler.is_fully_idle(for_health_check=True):
+        if next(iter(self._waiting)) is not request or not self._is_idle():
             return False
         return self.rank.wait_for_news(IDLE_WAIT_S)
 
-    def end_rest(self, request: object) -> None:
+    def end_wait(self, request: object) -> None:
         """A request waits no more."""
         self._waiting.pop(request, None)
 
@@ -160,6 +163,14 @@ def _facts(scheduler: Any) -> RankFacts:
         # SGLang counts the tokens before the one that sees them.
         (scheduler.sliding_window_size or 0) + 1,
     )
+
+
+def _idleness_of(scheduler: Any) -> Callable[[], bool]:
+    """How to ask whether SGLang computes nothing, whatever is transferred. One that cannot be asked always does."""
+    ask = getattr(scheduler, "is_fully_idle", None)
+    if ask is None or "for_health_check" not in signature(ask).parameters:
+        return lambda: False
+    return partial(ask, for_health_check=True)
 
 
 def _hold_failed_pages(transfer_queue: Any) -> None:

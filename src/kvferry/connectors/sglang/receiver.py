@@ -90,10 +90,10 @@ class FerryReceiver(BaseKVReceiver):
         """How far the request is."""
         if self.conclude_state is None:
             self.conclude_state = self._advance()
-        if self.conclude_state is None and self._fetching is not None and self.kv_mgr.rest(self):
+        if self.conclude_state is None and self._fetching is not None and self.kv_mgr.wait_while_idle(self):
             self.conclude_state = self._advance()
         if self.conclude_state is not None:
-            self.kv_mgr.end_rest(self)
+            self.kv_mgr.end_wait(self)
             return self.conclude_state
         if self._destination is not None:
             return KVPoll.Transferring
@@ -118,7 +118,7 @@ class FerryReceiver(BaseKVReceiver):
 
     def clear(self) -> None:
         """SGLang forgets the request."""
-        self.kv_mgr.end_rest(self)
+        self.kv_mgr.end_wait(self)
         self._decline()
         self.kv_mgr.forget(self._room, self)
 

@@ -95,10 +95,10 @@ class FerrySender(BaseKVSender):
         self._tell()
         is_sent = self._num_sent == self._num_tokens and not self._sent
         if self._ended() is None and is_sent:
-            self.kv_mgr.rest(self)
+            self.kv_mgr.wait_while_idle(self)
         self.conclude_state = self._ended()
         if self.conclude_state is not None:
-            self.kv_mgr.end_rest(self)
+            self.kv_mgr.end_wait(self)
             return self.conclude_state
         return KVPoll.Transferring if self._num_sent == self._num_tokens else KVPoll.WaitingForInput
 
@@ -129,7 +129,7 @@ class FerrySender(BaseKVSender):
 
     def clear(self) -> None:
         """SGLang forgets the request."""
-        self.kv_mgr.end_rest(self)
+        self.kv_mgr.end_wait(self)
         self._withdraw()
 
     def get_transfer_metric(self) -> KVTransferMetric:

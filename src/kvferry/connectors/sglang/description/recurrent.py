@@ -16,7 +16,10 @@ from kvferry.layout import Axis, CacheGroup, Span, State
 
 
 def recurrent(pool: Any, facts: RankFacts) -> Component:
-    """All states of SGLang's `MambaPool`. Raises LayoutError for channels that cannot be told apart."""
+    """All states of SGLang's `MambaPool`. Raises LayoutError for another pool, and for channels that cannot be told
+    apart."""
+    if type(pool).__name__ != "MambaPool":
+        raise unsupported("this kind of pool cannot be described", type(pool).__name__)
     parts = [part for tensor in pool.mamba_cache.conv for part in _convolutions(pool, tensor, facts)]
     tensors = [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
     if tensors[-1].numel():
