@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -294,14 +295,16 @@ class TestStates:
 
     def pool(self, shape):
         import torch
-        from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType
+        from sglang.srt.configs import mamba_utils
         from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
 
-        kinds = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+        kinds = mamba_utils.Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+        is_kimis = isinstance(shape, mamba_utils.KimiLinearStateShape)
+        params = mamba_utils.KimiLinearCacheParams if is_kimis else mamba_utils.Mamba2CacheParams
         states = MambaPool(
             size=self.SLOTS,
             spec_state_size=1,
-            cache_params=Mamba2CacheParams(shape=shape, layers=list(self.LAYERS), dtype=kinds),
+            cache_params=params(shape=shape, layers=list(self.LAYERS), dtype=kinds),
             mamba_layer_ids=list(self.LAYERS),
             device="cpu",
         )
@@ -375,6 +378,42 @@ class TestStates:
                 name = f"model.layers.3.conv.{number}"
                 assert self.element(found, name, 1, (rank * local + channel, 0)) == expected
             first += local
+
+    @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
+    def test_kimis_convolutions_are_kept_input_by_input(self, rank, ranks):
+        from sglang.srt.configs.mamba_utils import KimiLinearStateShape
+
+        shape = KimiLinearStateShape.create(tp_world_size=ranks, num_heads=4, head_dim=8, num_k_heads=2, head_k_dim=8)
+        pool = self.pool(shape)
+        found = described(pool, rank, ranks, num_heads=NUM_HEADS * ranks)
+        (conv,), first = pool.mamba_pool.mamba_cache.conv, 0
+        assert conv.shape[2:] == (3, 64 // ranks)
+        for number, total in enumerate((32, 16, 16)):
+            local, name = total // ranks, f"model.layers.1.conv.{number}"
+            for channel in range(local):
+                expected = conv[1, 4, 2, first + channel].data_ptr()
+                assert self.element(found, name, 4, (rank * local + channel, 2)) == expected
+            assert [axis.extent for axis in found.layout.state_named()[name].axes] == [total, 3]
+            first += local
+        found.check_complete(registered(pool, ("mamba", pool.get_state_buf_infos()[0])))
+
+    @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
+    def test_a_layer_that_only_convolves_has_one_state(self, rank, ranks):
+        shape = replace(self.mamba(1, 2), conv=[(16 // ranks, 2)], temporal=(0, 0, 0))
+        pool = self.pool(shape)
+        found = described(pool, rank, ranks, num_heads=NUM_HEADS * ranks)
+        (conv,) = pool.mamba_pool.mamba_cache.conv
+        name, local = "model.layers.3.conv.0", 16 // ranks
+        for channel in range(local):
+            expected = conv[2, 1, channel, 1].data_ptr()
+            assert self.element(found, name, 1, (rank * local + channel, 1)) == expected
+        assert [state.name for state in found.layout.states if state.name.startswith("model.layers.3.")] == [name]
+        found.check_complete(registered(pool, ("mamba", pool.get_state_buf_infos()[0])))
+
+    def test_channels_that_ranks_share_unevenly_are_refused(self):
+        shape = replace(self.mamba(1, 2), conv_shard_groups=[40, 39])
+        with pytest.raises(LayoutError, match="channels of its convolutions are not divided evenly"):
+            described(self.pool(shape), num_state_groups=2)
 
     def test_it_is_all_that_sglang_registers(self):
         pool = self.pool(self.mamba(1, 2))
