@@ -232,6 +232,12 @@ class TestWindows:
         with pytest.raises(LayoutError, match="more of a request"):
             self.described(pool).check_complete(registered(pool))
 
+    def test_windows_that_each_request_keeps_by_itself_are_refused(self):
+        pool = self.pool()
+        pool.request_window = SimpleNamespace()
+        with pytest.raises(LayoutError, match="how many tokens its layers see"):
+            self.described(pool)
+
     def test_a_window_of_unknown_width_is_refused(self):
         with pytest.raises(LayoutError, match="how many tokens its layers see"):
             described(self.pool(), num_window_heads=NUM_HEADS)

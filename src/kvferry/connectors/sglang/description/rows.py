@@ -86,8 +86,8 @@ def _part(rows: Rows, name: str, tensor: torch.Tensor, axes: tuple[Axis, ...], s
 def _index_keys(rows: Rows) -> Iterator[Part]:
     """Of a sparse-attention indexer: a page has the keys of its tokens one after another, and then their scales."""
     pool = rows.pool
-    if pool.index_kpool != 1 or pool.index_page_size != pool.page_size:
-        found = f"{pool.index_kpool} tokens to a key, {pool.index_page_size} keys to a page"
+    if pool.index_page_size != pool.page_size:
+        found = f"{pool.index_page_size} keys to a page of {pool.page_size} tokens"
         raise unsupported("keys of the indexer are not kept token by token", found)
     for layer, pages in zip(rows.layers, pool.index_k_with_scale_buffer, strict=True):
         # A layer that uses the choice of the one before it has no keys of its own.
