@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_pd import CACHE_BYTES, both_requests, cached, first_token, questions
+from vllm_pd import CPU_SERVER, both_requests, cached, first_token, questions
 
 from proxy import Question, open_request  # isort: skip  (where it lies is known to vllm_pd)
 from servers import Pair, PairSpec, ServerSpec  # isort: skip
@@ -37,7 +37,7 @@ WAYS = {
     "pack": (("strategy", "pack"),),
 }
 EARLY = {"do_remote_decode": True, "do_remote_prefill": False, "kvferry": {"early": True}}
-SERVER = ServerSpec("kv_both", cache_bytes=CACHE_BYTES, flags=("--max-num-batched-tokens", "1024"))
+SERVER = ServerSpec("kv_both", cache_bytes=CPU_SERVER["cache_bytes"], flags=("--max-num-batched-tokens", "1024"))
 
 
 def early_decode(pair: Pair, question: Question) -> tuple[float, float]:

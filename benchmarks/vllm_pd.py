@@ -1,9 +1,11 @@
 """Prefill and decode on two real vLLM servers: our connector beside the stock NixlConnector, in one run.
 
     python benchmarks/vllm_pd.py > benchmarks/results/vllm_pd.json        # in the environment of `make test-vllm`
+    KVFERRY_VLLM_DEVICE=cuda python benchmarks/vllm_pd.py                 # both servers on one GPU
 
 Three variants take turns: ours, the stock one as shipped, and the stock one without its busy polling and core pinning
-(`neutralised/`), which on a machine with few cores is the real peer. All times are what a client sees, in ms, medians:
+(`neutralised/`), which on a machine with few cores is the real peer; a GPU's machine has cores enough to do without it.
+All times are what a client sees, in ms, medians:
 
 * alone: first token of one server that does everything;
 * overhead: first token after both requests, minus alone;
@@ -31,24 +33,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests" / "vllm"))
+TESTS = HERE.parent / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 
 from proxy import REMOTE_DECODE, Question, open_request  # noqa: E402
-from servers import Pair, PairSpec, Server, ServerSpec  # noqa: E402
+from servers import DEVICE, Pair, PairSpec, Server, ServerSpec  # noqa: E402
 
 SIZES = (513, 2049, 8065)
 CONCURRENCY = (1, 4)
-CACHE_BYTES = 1 << 30
+ON_CPU = DEVICE == "cpu"
 VARIANTS = {
     "kvferry": ("FerryConnector", ""),
     "stock as shipped": ("NixlConnector", ""),
-    "stock neutralised": ("NixlConnector", str(HERE / "neutralised")),
+    **({"stock neutralised": ("NixlConnector", str(HERE / "neutralised"))} if ON_CPU else {}),
 }
 # It takes minutes where two cores poll for four processes, and differs by so much that one sample tells enough.
-RUNS_ONCE = "stock as shipped"
-SERVER = {"cache_bytes": CACHE_BYTES, "flags": ("--max-num-batched-tokens", "8192")}
-SPEC = PairSpec("llama", ServerSpec("kv_producer", **SERVER), ServerSpec("kv_consumer", **SERVER))
+RUN_ONCE = ("stock as shipped",) if ON_CPU else ()
+FLAGS = ("--max-num-batched-tokens", "8192")
+CPU_SERVER = {"cache_bytes": 1 << 30, "flags": FLAGS}
+GPU_SERVER = {"cache_bytes": 8 << 30, "flags": FLAGS, "block_tokens": 16}
+SERVER = CPU_SERVER if ON_CPU else GPU_SERVER
+MODEL, DTYPE = ("llama", "float32") if ON_CPU else ("llama_8b_cache", "bfloat16")
+SPEC = PairSpec(MODEL, ServerSpec("kv_producer", **SERVER), ServerSpec("kv_consumer", **SERVER), dtype=DTYPE)
 
 
 @dataclass(frozen=True)
@@ -177,7 +186,7 @@ def summary(samples: dict[str, dict[str, dict[str, list[float]]]]) -> list[dict[
     for case in next(iter(samples.values())):
         row: dict[str, Any] = {"case": case}
         for variant, by_case in samples.items():
-            times = {name: statistics.median(values) * 1000 for name, values in by_case[case].items()}
+            times = in_ms(by_case[case])
             row[variant] = {
                 "alone_ms": round(times["alone"], 1),
                 "overhead_ms": round(times["both"] - times["alone"], 1),
@@ -185,16 +194,24 @@ def summary(samples: dict[str, dict[str, dict[str, list[float]]]]) -> list[dict[
                 "floor_ms": round(times["floor"], 1),
                 "above_floor_ms": round(times["handover"] - times["floor"], 1),
             }
-        for stock in ("stock as shipped", "stock neutralised"):
+        for stock in [variant for variant in samples if variant != "kvferry"]:
             for what in ("handover_ms", "above_floor_ms"):
                 row[f"{what[:-3]} / {stock}"] = ratio(row["kvferry"][what], row[stock][what])
         rows.append(row)
     return rows
 
 
+def in_ms(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(statistics.median(values) * 1000, 2) for name, values in times.items()}
+
+
 def ratio(ours: float, theirs: float) -> float | None:
     """Of two times; none where noise has made one of them nothing."""
     return round(ours / theirs, 2) if ours > 0 and theirs > 0 else None
+
+
+def device_name() -> str:
+    return DEVICE if ON_CPU else torch.cuda.get_device_name()
 
 
 def main() -> None:
@@ -206,16 +223,20 @@ def main() -> None:
     samples: dict[str, dict[str, dict[str, list[float]]]] = {}
     told: dict[str, dict[str, float]] = {}
     for number in range(options.rounds):
-        for variant in [each for each in VARIANTS if number == 0 or each != RUNS_ONCE]:
+        for variant in [each for each in VARIANTS if number == 0 or each not in RUN_ONCE]:
             print(f"round {number + 1} of {options.rounds}: {variant}", file=sys.stderr, flush=True)
-            found, told[variant] = run(variant, 1 if variant == RUNS_ONCE else options.repeats, dice)
+            found, told[variant] = run(variant, 1 if variant in RUN_ONCE else options.repeats, dice)
             for case, times in found.items():
+                # Of a run that is cut short, what was measured is not lost.
+                print(f"{case}: {in_ms(times)}", file=sys.stderr, flush=True)
                 for name, values in times.items():
                     samples.setdefault(variant, {}).setdefault(case, {}).setdefault(name, []).extend(values)
     facts = {
         "command": f"python benchmarks/vllm_pd.py --rounds {options.rounds} --repeats {options.repeats}",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "model": "tiny llama, float32; prompts computed in one step; every server one OpenMP thread, bound to no core",
+        "device": device_name(),
+        "model": f"tiny {MODEL}, {DTYPE}",
+        "servers": "prompts computed in one step; every server one OpenMP thread, bound to no core",
         "rows": summary(samples),
         "decode side's own metrics, means of the last round": told,
     }

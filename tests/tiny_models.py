@@ -52,9 +52,10 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 8,
     "q_lora_rank": 128,
     "kv_lora_rank": 512,
-    "qk_nope_head_dim": 64,
+    # The real ones: vLLM's kernels on GPUs have no others.
+    "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
+    "v_head_dim": 128,
 }
 NEMOTRON: dict[str, Any] = {
     **GROUPED,
@@ -126,7 +127,8 @@ HYBRID_FLAGS = ("--no-enable-prefix-caching",)
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """What transformers builds (`Config` and `ForCausalLM` are appended), and what vLLM needs to run it on a CPU.
+    """What transformers builds (`Config` and `ForCausalLM` are appended), and what vLLM needs to run it: on a CPU
+    `cpu_flags`, on a GPU whose attention has no float32 another dtype, `gpu_dtype`.
 
     `block_tokens` is the block size its attention has on the CPU back end; 0 lets vLLM choose, who sizes the blocks of
     hybrids after their states.
@@ -134,10 +136,11 @@ class TinyModel:
 
     family: str
     settings: dict[str, Any]
-    flags: tuple[str, ...] = ()
+    cpu_flags: tuple[str, ...] = ()
     block_tokens: int = 128
     config_name: str = ""
     model_name: str = ""
+    gpu_dtype: str = "float32"
 
     @property
     def config_class(self) -> str:
@@ -150,6 +153,10 @@ class TinyModel:
 
 MODELS: dict[str, TinyModel] = {
     "llama": TinyModel("Llama", GROUPED),
+    # As many layers, heads and dimensions as Llama 3.1 8B has in its cache.
+    "llama_8b_cache": TinyModel(
+        "Llama", {**GROUPED, "num_hidden_layers": 32, "num_key_value_heads": 8, "head_dim": 128}
+    ),
     "qwen3": TinyModel("Qwen3", GROUPED),
     "mistral": TinyModel("Mistral", {**GROUPED, "sliding_window": 192}),
     "gemma3": TinyModel(
@@ -176,12 +183,14 @@ MODELS: dict[str, TinyModel] = {
         {**LATENT, "q_lora_rank": None, "topk_method": "greedy"},
         LATENT_FLAGS,
         block_tokens=16,
+        gpu_dtype="bfloat16",
     ),
     "deepseek_v3": TinyModel(
         "DeepseekV3",
         {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         LATENT_FLAGS,
         block_tokens=16,
+        gpu_dtype="bfloat16",
     ),
     "nemotron_h": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 2}, HYBRID_FLAGS, 0),
     "nemotron_h_one_group": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 1}, HYBRID_FLAGS, 0),

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from engine_server import is_installed
-from servers import Pair, PairSpec
+from servers import DEVICE, Pair, PairSpec
 
 FOLDER = Path(__file__).parent
 # Starting a pair belongs to the first test that needs it, and shared cores can be slow.
@@ -71,4 +72,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def pair(running: Running, spec: PairSpec) -> Pair:
     """The two servers of the test's `spec`, both ready; the same ones for every test with an equal `spec`."""
+    num_ranks = max(spec.prefill.tp, spec.decode.tp)
+    if DEVICE != "cpu" and num_ranks > torch.accelerator.device_count():
+        pytest.skip(f"{num_ranks} ranks need as many devices of {DEVICE}")
     return running.pair(spec)

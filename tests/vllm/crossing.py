@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from proxy import REMOTE_DECODE
-from servers import ENVIRONMENT
+from servers import DEVICE, ENVIRONMENT, GPU_FLAGS
 from tiny_models import MODELS, model_folder
 
 from kvferry.cli.up.processes import Child
@@ -78,7 +78,7 @@ def crossing(model: str, block_tokens: tuple[int, int], logs: Path) -> Iterator[
     """Both engines, ready. `block_tokens` are those of vLLM and of ours."""
     common = ("--model", str(model_folder(model)), "--served-name", "tiny", "--dtype", "float32")
     common = ("serve", "--port", "0", "--failure-policy", "fail", *common)
-    more = (*VLLM_ARGUMENTS, *MODELS[model].flags)
+    more = (*VLLM_ARGUMENTS, *(MODELS[model].cpu_flags if DEVICE == "cpu" else GPU_FLAGS))
     left = ("--engine-id", "vllm", "--engine", "vllm", "--block-tokens", str(block_tokens[0]), "--", *more)
     right = ("--engine-id", "ours", "--block-tokens", str(block_tokens[1]), "--num-blocks", str(NUM_BLOCKS))
     commands = (("vllm", (*common, *left), logs / "vllm.log"), ("ours", (*common, *right), logs / "ours"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import urllib.request
@@ -13,7 +14,13 @@ from typing import Any
 from engine_server import POLL_S, START_S, VLLM_ON_CPU, EngineServer, StartError, hold_ports
 from tiny_models import MODELS, model_folder
 
-__all__ = ["PLAIN", "Pair", "PairSpec", "Server", "ServerSpec", "StartError"]
+__all__ = ["DEVICE", "PLAIN", "Pair", "PairSpec", "Server", "ServerSpec", "StartError"]
+
+# What vLLM computes on: `cuda` where its GPU build is installed (CONTRIBUTING.md has the command).
+DEVICE = os.environ.get("KVFERRY_VLLM_DEVICE", "cpu")
+# Triton would multiply float32 in a shorter format. All servers of all tests may share one GPU.
+VLLM_ON_GPU = {"TRITON_F32_DEFAULT": "ieee"}
+GPU_FLAGS = ("--gpu-memory-utilization", "0.04")
 
 MOST_RANKS = 2
 FERRY_MODULE = "kvferry.connectors.vllm"
@@ -25,6 +32,7 @@ MIDDLEWARE = (
 CACHE_BYTES = 128 << 20
 ENVIRONMENT = {
     **VLLM_ON_CPU,
+    **VLLM_ON_GPU,
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     # For /reset_prefix_cache.
     "VLLM_SERVER_DEV_MODE": "1",
@@ -55,6 +63,14 @@ class PairSpec:
     failure_policy: str = "fail"
     lease_s: int = 60
     extra: tuple[tuple[str, Any], ...] = ()
+    buffer_device: str = DEVICE
+    dtype: str = ""
+
+    @property
+    def computes_in(self) -> str:
+        """The dtype of weights and caches."""
+        own = "float32" if DEVICE == "cpu" else MODELS[self.model].gpu_dtype
+        return self.dtype or own
 
     def __str__(self) -> str:
         blocks = f"block{self.prefill.block_tokens or 'own'}to{self.decode.block_tokens or 'own'}"
@@ -110,13 +126,13 @@ class Server(EngineServer):
         return [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_folder(self.pair.model))),
             *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"),
-            *("--max-model-len", "8192", "--max-num-seqs", "16", "--dtype", "float32", "--seed", "0"),
+            *("--max-model-len", "8192", "--max-num-seqs", "16", "--dtype", self.pair.computes_in, "--seed", "0"),
             *("--kv-cache-memory-bytes", str(self.spec.cache_bytes), "--enforce-eager"),
             *("--tensor-parallel-size", str(self.spec.tp)),
             *(("--block-size", str(block_tokens)) if block_tokens else ()),
             *("--kv-transfer-config", json.dumps(self._transfer_settings())),
             *(MIDDLEWARE if self.connector == "FerryConnector" else ()),
-            *model.flags,
+            *(model.cpu_flags if DEVICE == "cpu" else GPU_FLAGS),
             *self.spec.flags,
         ]
 
@@ -126,7 +142,7 @@ class Server(EngineServer):
             "kv_connector": self.connector,
             **module,
             "kv_role": self.spec.role,
-            "kv_buffer_device": "cpu",
+            "kv_buffer_device": self.pair.buffer_device,
             "kv_load_failure_policy": self.pair.failure_policy,
             "kv_connector_extra_config": {
                 "kv_lease_duration": self.pair.lease_s,

@@ -19,7 +19,7 @@ import pytest
 from answers import alone, judge, prompts_of, wait_until_free
 from crossing import get, metric, post, route
 from proxy import Answer, Question, RefusedError, ask, ask_disaggregated, decode, open_request
-from servers import Pair, PairSpec, Server, ServerSpec
+from servers import DEVICE, Pair, PairSpec, Server, ServerSpec
 
 STEP_TOKENS = 256
 CHUNKED = ("--max-num-batched-tokens", str(STEP_TOKENS))
@@ -186,6 +186,7 @@ def test_a_decode_request_that_leaves_costs_the_prefill_nothing(pair, spec, way)
     wait_until_free(pair.servers, FREE_S)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="vLLM preempts on demand only while no step runs on the device")
 @WAYS
 @ON_BOTH
 def test_blocks_that_vllm_takes_away_are_never_used(pair, spec, way):

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 from answers import check_equal, prompts_of, wait_until_free
-from servers import PLAIN, PairSpec, ServerSpec
+from servers import DEVICE, PLAIN, PairSpec, ServerSpec
 
 # Below a block, exactly blocks, one more, and sizes that no block divides.
 SIZES = (2, 5, 63, 64, 65, 127, 128, 129, 300, 1000)
@@ -45,7 +45,10 @@ OTHER_BLOCKS = [
     two_way("nemotron_h", blocks=(0, HYBRID_BLOCK)),
     two_way("falcon_h1", blocks=(0, HYBRID_BLOCK)),
 ]
-TRANSPORTS = [replace(PLAIN, extra=(("transport", name),)) for name in ("cma", "tcp", "nixl")]
+TRANSPORTS = [
+    replace(PLAIN, buffer_device=buffer_device, extra=(("transport", name),))
+    for name, buffer_device in (("cma", "cpu"), ("tcp", "cpu"), ("nixl", DEVICE))
+]
 PUSHING = [
     replace(PLAIN, extra=(("transfer_direction", "push"), ("strategy", "direct"))),
     replace(two_way("llama", (2, 1), (64, 128)), extra=(("transfer_direction", "push"), ("strategy", "direct"))),
