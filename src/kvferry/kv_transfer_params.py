@@ -27,7 +27,7 @@ from kvferry.wire.messages import Reason, Reference
 
 __all__ = [
     *("Reach", "RemoteCache"),
-    *("early_params", "from_params", "room_names", "room_of", "room_params", "to_params", "wants_early"),
+    *("early_params", "from_params", "number_of", "room_names", "room_of", "room_params", "to_params", "wants_early"),
 ]
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -96,6 +96,13 @@ def room_names(room: int) -> tuple[str, str]:
     """What agents call the request of a room, and its lease. A room opens nothing: whoever reads names the prompt. But
     whoever knows it can end it, so rooms are drawn at random."""
     return f"room-{room}", f"sglang-room-{room}"
+
+
+def number_of(reference: Reference) -> int:
+    """Which engine of a server with data parallelism a reference to a room means (`Agent.locate`): SGLang gives a request
+    to the one whose number is the room modulo how many there are."""
+    name, _, room = reference.request_id.rpartition("-")
+    return int(room) if name == "room" and room.isdecimal() else 0
 
 
 def room_of(params: Mapping[str, object]) -> int | None:

@@ -1,9 +1,12 @@
 """Real agents that know of each other only where one of them listens."""
 
 import asyncio
+import contextlib
 import socket
+from dataclasses import replace
 
 import pytest
+from engine_server import hold_ports
 
 import kvferry
 from kvferry.errors import TransferError
@@ -44,6 +47,27 @@ def test_rank_0_answers_for_all_ranks_of_its_engine(memory):
 
     addresses, found = asyncio.run(ask())
     assert found == [kvferry.RemoteEngine("prefill", "epoch-1", addresses)] * 2
+
+
+def test_of_a_server_with_data_parallelism_that_engine_is_found_which_a_number_leads_to(memory):
+    async def ask():
+        port = hold_ports(held, 2)
+        prefill = [
+            kvferry.open_agent(replace(config_of(f"prefill-{number}"), port=port + number), cache_of(memory), print)
+            for number in (0, 1)
+        ]
+        async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
+            for agent in prefill:
+                agent.start((agent.address,) * 2, 2)
+            try:
+                asked = (decode.locate(prefill[0].address, room) for room in (6, 7, 9))
+                return [engine.engine_id for engine in await asyncio.gather(*asked)]
+            finally:
+                for agent in prefill:
+                    agent.close()
+
+    with contextlib.ExitStack() as held:
+        assert asyncio.run(ask()) == ["prefill-0", "prefill-1", "prefill-1"]
 
 
 def test_where_nobody_is_that_is_said_in_time(memory):

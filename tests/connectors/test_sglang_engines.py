@@ -26,7 +26,7 @@ def asked():
 
 @pytest.fixture
 def engines(asked):
-    made = PrefillEngines(asked.put)
+    made = PrefillEngines(lambda address, number: asked.put(address if number == 0 else (address, number)))
     yield made
     made._resolver.shutdown()
 
@@ -101,7 +101,33 @@ def test_only_the_latest_places_are_remembered(engines, monkeypatch):
     monkeypatch.setattr(module, "MAX_PLACES", 2)
     for port in (1, 2, 3):
         engines.find(f"127.0.0.1:{port}")
-    assert list(engines._lookups) == ["127.0.0.1:2", "127.0.0.1:3"]
+    assert list(engines._lookups) == [("127.0.0.1:2", 0), ("127.0.0.1:3", 0)]
+
+
+def test_each_engine_of_a_server_with_data_parallelism_is_asked_for_once(engines, asked):
+    """A room leads to an engine, of which there are as many as the first answer says."""
+    second = RemoteEngine("p0-1", "epoch-2", ("tcp://127.0.0.1:8999",))
+    first = settled(engines, engines.find(PLACE, 7))
+    assert asked.get(timeout=DEADLINE_S) == (ADDRESS, 7)
+    engines.heard(Located(ADDRESS, second, 7, data_parallel_size=2))
+    assert [engines.find(PLACE, room).engine for room in (7, 9, 1)] == [second] * 3 == [first.engine] * 3
+    assert asked.empty()
+    even = settled(engines, engines.find(PLACE, 8))
+    assert (asked.get(timeout=DEADLINE_S), even.engine) == (ADDRESS, None)
+    engines.heard(Located(ADDRESS, ENGINE, 0, data_parallel_size=2))
+    assert (even.engine, engines.find(PLACE, 10).engine, asked.empty()) == (ENGINE, ENGINE, True)
+    # After another start there may be another number of them.
+    engines.forget(PLACE)
+    assert engines.find(PLACE, 9).engine is None
+    assert asked.get(timeout=DEADLINE_S) == (ADDRESS, 9)
+
+
+def test_an_answer_for_a_place_that_was_forgotten_says_nothing_of_those_who_are_there_now(engines, asked):
+    earlier = settled(engines, engines.find(PLACE, 7))
+    engines.forget(PLACE)
+    engines.heard(Located(ADDRESS, ENGINE, 7, data_parallel_size=2))
+    assert (earlier.engine, engines.find(PLACE, 7).engine) == (ENGINE, None)
+    assert [asked.get(timeout=DEADLINE_S) for _ in range(2)] == [(ADDRESS, 7)] * 2
 
 
 def test_an_agent_that_stops_is_an_error_of_all_that_wait_and_of_what_comes_later(engines, asked):

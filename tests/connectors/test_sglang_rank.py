@@ -77,7 +77,7 @@ class HeardRank(Rank):
             self.layouts = layouts
             return device.cache(layouts, memories)
 
-        super().__init__(settings, layout, cache, ranks or Ranks(1, 0, None), port)
+        super().__init__(settings, layout, cache, ranks or Ranks(), port)
 
     def hear(self, notice) -> None:
         super().hear(notice)
@@ -247,7 +247,7 @@ class TestWithoutAnAgent:
         assert (fetching.is_over, fetching.error) == (True, failed)
 
     def test_nobody_at_an_address_is_an_error_of_whoever_asks(self, decode, monkeypatch):
-        monkeypatch.setattr(type(decode.agent), "locate", lambda agent, address: None)
+        monkeypatch.setattr(type(decode.agent), "locate", lambda agent, *asked: None)
         waiting, error = decode.engines.find("127.0.0.1:9"), TransferError(Reason.DEADLINE, "nobody has answered")
         looked_up(decode)
         decode.hear(LocateFailed("tcp://127.0.0.1:9", error))
@@ -298,8 +298,8 @@ def opened(monkeypatch):
 
 
 def test_an_engine_has_the_name_and_the_epoch_of_its_rank_0_which_alone_has_the_port(new_rank, opened):
-    rank = new_rank(4, Settings(engine_id="ours", token_file="token"), Others(2, 1, None), 7000)
-    new_rank(4, Settings(engine_id="ours", lease_s=7.5), Ranks(1, 0, None), 7000)
+    rank = new_rank(4, Settings(engine_id="ours", token_file="token"), Others((0, 1), 1, 2), 7000)
+    new_rank(4, Settings(engine_id="ours", lease_s=7.5), Ranks(), 7000)
     other, alone = opened
     assert [layout.groups[0].block_tokens for layout in rank.layouts] == [16, 4]
     assert rank.agent.addresses == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:7000"]
@@ -335,6 +335,16 @@ def test_an_agent_does_not_wait_long_for_an_interpreter_that_computes(new_rank):
     assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
 
 
+def test_each_engine_of_a_server_with_data_parallelism_has_a_name_and_a_port_of_its_own(new_rank, opened):
+    first, third = (
+        new_rank(4, Settings(engine_id="ours"), Ranks(number=number, data_parallel_size=4), 7000) for number in (0, 2)
+    )
+    assert [(config.engine_id, config.port) for config in opened] == [("ours-0", 7000), ("ours-2", 7002)]
+    assert (first.agent.data_parallel_size, third.agent.data_parallel_size) == (4, 4)
+    new_rank(4, Settings(engine_id="ours"), Ranks(number=2, data_parallel_size=4), 0)
+    assert opened[-1].port == 0
+
+
 def test_two_engines_without_a_name_are_two_and_two_starts_of_one_as_well(new_rank, opened, monkeypatch):
     monkeypatch.setattr(module.socket, "gethostname", lambda: "a-name-that-is-long" * 5)
     for engine_id in ("", "", "ours", "ours"):
@@ -349,8 +359,9 @@ def test_ranks_exchange_words_in_their_own_group(monkeypatch):
         words[:] = [f"{word.decode()} of {rank} in {group}".encode() for rank in range(len(words))]
 
     monkeypatch.setattr(module.torch.distributed, "all_gather_object", all_gather)
-    assert Ranks(2, 1, "tp").gather(b"word") == [b"word of 0 in tp", b"word of 1 in tp"]
-    assert Ranks(1, 0, None).gather(b"word") == [b"word"]
+    assert Ranks((0, 1), 1, 2, "tp").gather(b"word") == [b"word of 0 in tp", b"word of 1 in tp"]
+    assert Ranks((1, 3), 1, 4, "world").gather(b"word") == [b"word of 1 in world", b"word of 3 in world"]
+    assert Ranks().gather(b"word") == [b"word"]
 
 
 class _Agent:
@@ -358,8 +369,8 @@ class _Agent:
 
     address = "tcp://127.0.0.1:7000"
 
-    def start(self, addresses):
-        self.addresses = addresses
+    def start(self, addresses, data_parallel_size):
+        self.addresses, self.data_parallel_size = addresses, data_parallel_size
 
     def close(self):
         """Nothing is open."""

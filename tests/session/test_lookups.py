@@ -51,6 +51,76 @@ def test_whoever_is_there_says_who_it_is(target, num_ranks, addresses, found):
     )
 
 
+def above(number):
+    """The address of that engine of a server whose first one is at ADDRESS."""
+    host, _, port = ADDRESS.rpartition(":")
+    return f"{host}:{int(port) + number}"
+
+
+def of_three(number):
+    """What rank 0 of an engine says that is one of three."""
+    return m.Welcome(m.WIRE_VERSION, "0.1.0", named(number), 1, fingerprint(SOURCE_LAYOUT), (), 3)
+
+
+def named(number):
+    return m.Party(f"p0-{number}", "epoch-1", 0)
+
+
+def test_of_a_server_with_data_parallelism_the_one_that_is_meant_is_asked(target):
+    second = PeerKey(above(2), "", "")
+    ask_second = Send(second, ASK.message)
+    engine = RemoteEngine("p0-2", "epoch-1", (above(2),))
+    found = [Located(ADDRESS, engine, number, 3) for number in (5, 8)]
+    first = RemoteEngine("p0-0", "epoch-1", (ADDRESS,))
+    play(
+        target,
+        [
+            (0.0, LocateRequest(ADDRESS, 5), [ASK]),
+            (0.0, LocateRequest(ADDRESS, 8), []),
+            (0.0, LocateRequest(ADDRESS, 5), []),
+            (0.0, LocateRequest(ADDRESS, 3), []),
+            (0.1, answer(of_three(0)), [Disconnect(NOBODY), ask_second, Located(ADDRESS, first, 3, 3)]),
+            (0.2, AnswerArrived(second, of_three(2)), [Disconnect(second), *found]),
+            (9.0, Tick(), []),
+        ],
+    )
+
+
+def test_who_is_sent_on_waits_no_longer_than_anybody_else(target):
+    second = PeerKey(above(2), "", "")
+    play(target, [(0.0, LocateRequest(ADDRESS, 2), [ASK]), (4.9, answer(of_three(0)), [Disconnect(NOBODY), Send])])
+    *_, failed = play(target, [(5.0, Tick(), [Disconnect(second), LocateFailed])])
+    assert (failed.address, failed.number, failed.error.reason) == (ADDRESS, 2, m.Reason.DEADLINE)
+
+
+def test_whoever_asks_an_engine_itself_means_that_one(target):
+    """Its address may be the one that the room of another request leads to."""
+    second = PeerKey(above(1), "", "")
+    engine = RemoteEngine("p0-1", "epoch-1", (above(1),))
+    play(
+        target,
+        [
+            (0.0, LocateRequest(above(1)), [Send(second, ASK.message)]),
+            (0.0, LocateRequest(ADDRESS, 1), [ASK]),
+            (0.1, answer(of_three(0)), [Disconnect(NOBODY)]),
+            (
+                0.2,
+                AnswerArrived(second, of_three(1)),
+                [Disconnect(second), Located(above(1), engine, 0, 3), Located(ADDRESS, engine, 1, 3)],
+            ),
+        ],
+    )
+
+
+def test_an_engine_for_which_no_port_is_left_is_nowhere(target):
+    last, number = "tcp://127.0.0.1:65535", 1
+    there = PeerKey(last, "", "")
+    play(target, [(0.0, LocateRequest(last, number), [Send(there, ASK.message)])])
+    disconnected, failed = target.handle(AnswerArrived(there, of_three(0)), 0.1)
+    assert disconnected == Disconnect(there)
+    assert (failed.number, failed.error.reason) == (number, m.Reason.MALFORMED)
+
+
 def test_a_question_is_repeated_and_given_up(target):
     play(target, [(0.0, REQUEST, [ASK])])
     assert target.next_deadline(0.0) <= TIMING.resend_s
@@ -93,6 +163,8 @@ def test_a_source_names_its_ranks_once_it_knows_them():
     hello = m.Hello(m.WIRE_VERSION, "0.1.0", US, "", "")
     play(source, [(0, said(hello), [Reply("x", welcome(1, ()))])])
     play(source, [(1, RanksKnown((ADDRESS,)), []), (2, said(hello), [Reply("x", welcome(1, (ADDRESS,)))])])
+    several = msgspec.structs.replace(welcome(1, (ADDRESS,)), data_parallel_size=3)
+    play(source, [(2, RanksKnown((ADDRESS,), 3), []), (2, said(hello), [Reply("x", several)])])
     named = msgspec.structs.replace(hello, expects_engine_id=THEM.engine_id, expects_epoch="another")
     (refused,) = [c.message for c in source.handle(said(named), 3) if isinstance(c, Reply)]
     assert refused.reason == m.Reason.WRONG_EPOCH

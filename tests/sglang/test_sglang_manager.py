@@ -57,7 +57,12 @@ class Scene:
             kv_data_ptrs=pool.get_contiguous_buf_infos()[0], state_types=[], state_data_ptrs=[], page_size=16
         )
         alone = SimpleNamespace(cpu_group=None)
-        self.parallel = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, world_group=alone)
+        self.parallel = SimpleNamespace(
+            **{"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "dp_rank": None, "dp_size": 1},
+            **{"attn_tp_rank": 0, "attn_tp_size": 1, "attn_dp_rank": 0, "attn_dp_size": 1},
+            load_balance_method="follow_bootstrap_room",
+            world_group=alone,
+        )
         self.options = SimpleNamespace(disaggregation_bootstrap_port=0)
         self._sglang, self._managers = sglang, []
         monkeypatch.setattr(sglang.manager, "get_parallel", lambda: self.parallel)
@@ -117,7 +122,7 @@ def test_a_decode_engine_that_frees_failed_pages_at_once_does_not_start(scene):
         scene.manager("decode")
 
 
-@pytest.mark.parametrize("name", ["dp_size", "attn_dp_size", "attn_cp_size", "dcp_size"])
+@pytest.mark.parametrize("name", ["attn_cp_size", "dcp_size"])
 def test_other_ways_to_divide_an_engine_are_refused(scene, name):
     setattr(scene.parallel, name, 2)
     with pytest.raises(ConfigurationError, match=f"{name} 2"):
@@ -159,7 +164,8 @@ def test_states_beside_keys_and_values_are_refused(scene):
 
 def test_a_rank_has_its_own_heads_and_its_own_place_in_its_engine(scene, sglang, monkeypatch):
     """The second of two tensor-parallel ranks, each with all heads that its pool has, in the third of three stages."""
-    scene.parallel.tp_rank, scene.parallel.tp_size = 1, 2
+    scene.parallel.tp_rank = scene.parallel.attn_tp_rank = 1
+    scene.parallel.tp_size = scene.parallel.attn_tp_size = 2
     scene.parallel.pp_rank, scene.parallel.pp_size = 2, 3
     scene.parallel.world_group.cpu_group = "group"
     del scene.queue.transfer_queue
@@ -174,7 +180,39 @@ def test_a_rank_has_its_own_heads_and_its_own_place_in_its_engine(scene, sglang,
     scene.manager("prefill")
     ((layout, ranks),) = seen
     assert {placement.spans[0].start for placement in layout.placements} == {NUM_HEADS}
-    assert (ranks.rank, ranks.num_ranks, ranks.group) == (5, 6, "group")
+    assert (ranks.members, ranks.rank, ranks.num_processes, ranks.group) == (tuple(range(6)), 5, 6, "group")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        ({"dp_size": 3, "dp_rank": 2, "tp_size": 2, "attn_tp_size": 2, "attn_tp_rank": 1}, ((0, 1), 1, 2, 2, 3)),
+        # Four ranks are two engines of two ranks: those of the second come after those of the first.
+        (
+            {"attn_dp_size": 2, "attn_dp_rank": 1, "tp_size": 4, "attn_tp_size": 2, "attn_tp_rank": 1},
+            ((2, 3), 1, 4, 1, 2),
+        ),
+        # In two stages each engine has a rank of each.
+        (
+            {"attn_dp_size": 2, "attn_dp_rank": 1, "tp_size": 2, "attn_tp_size": 1, "pp_size": 2, "pp_rank": 1},
+            ((1, 3), 1, 4, 1, 2),
+        ),
+    ],
+)
+def test_a_server_with_data_parallelism_is_several_engines(scene, sglang, parallel, expected):
+    for name, value in parallel.items():
+        setattr(scene.parallel, name, value)
+    ranks = sglang.manager._ranks(scene.parallel)
+    found = ranks.members, ranks.rank, ranks.num_processes, ranks.number, ranks.data_parallel_size
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["dp_size", "attn_dp_size"])
+def test_a_prefill_server_must_give_requests_to_its_engines_by_their_rooms(scene, name):
+    setattr(scene.parallel, name, 2)
+    scene.parallel.load_balance_method = "round_robin"
+    with pytest.raises(ConfigurationError, match="which engine of this server has computed"):
+        scene.manager("prefill")
 
 
 def test_memory_of_a_rank_is_moved_on_its_own_device(scene, sglang, monkeypatch):

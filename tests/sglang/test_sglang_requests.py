@@ -50,8 +50,10 @@ class ScriptedRank:
         self.fetches: list = []
         self.lookups = [sglang.lookup()]
         self.engines = self
+        self.numbers: list[int] = []
 
-    def find(self, place):
+    def find(self, place, number):
+        self.numbers.append(number)
         return self.lookups[-1]
 
     def forget(self, place):
@@ -108,12 +110,13 @@ def manager(sglang, rank):
     made.milestone, made.kv_args = lambda: lambda: True, SimpleNamespace(page_size=16)
     made.tables, made._waiting = PlainTables(), WeakKeyDictionary()
     made._is_idle = lambda: False
+    made.ranks = sglang.rank.Ranks()
     return made
 
 
 def request(**changes):
     plain = {"multimodal_inputs": None, "input_embeds": None, "return_sampling_mask": False, "extra_key": None}
-    more = {"cache_salt": None, "origin_input_ids": PROMPT, "return_logprob": False}
+    more = {"cache_salt": None, "origin_input_ids": PROMPT, "return_logprob": False, "disagg_prefill_dp_rank": None}
     return SimpleNamespace(**plain | more | changes)
 
 

@@ -127,7 +127,7 @@ class TestDecode:
 def rank():
     made = Rank()
     made.agent.located = []
-    made.agent.locate = made.agent.located.append
+    made.agent.locate = lambda *asked: made.agent.located.append(asked)
     return made
 
 
@@ -140,31 +140,31 @@ def fetch_of(request_id):
 class TestWorker:
     def test_an_address_is_asked_for_once_and_everyone_is_fetched_then(self, rank):
         rank.worker.obey(Orders(fetches=[fetch_of("a"), fetch_of("b")]))
-        assert (rank.agent.located, rank.agent.wanted) == ([ADDRESS], [])
-        assert rank.says(Located(ADDRESS, ENGINE)) == NOTHING
+        assert (rank.agent.located, rank.agent.wanted) == ([(ADDRESS, ROOM)], [])
+        assert rank.says(Located(ADDRESS, ENGINE, ROOM)) == NOTHING
         assert [(each.request_id, each.reference.epoch, each.addresses) for each in rank.agent.wanted] == [
             (name, "e1", ENGINE.addresses) for name in ("a", "b")
         ]
         assert rank.agent.wanted[0].ranges == (TokenRange(0, PROMPT - 1),)
         assert rank.says(Fetched("a", REPORT), Fetched("b", REPORT)) == (set(), {"a", "b"}, set())
         rank.worker.obey(Orders(fetches=[fetch_of("c")]))
-        assert rank.agent.located == [ADDRESS, ADDRESS]
+        assert rank.agent.located == [(ADDRESS, ROOM), (ADDRESS, ROOM)]
 
     def test_nobody_there_is_a_failure_that_is_told_once(self, rank):
         rank.worker.obey(Orders(fetches=[fetch_of("a")]))
-        nobody = LocateFailed(ADDRESS, TransferError("deadline", "nobody has said who it is"))
+        nobody = LocateFailed(ADDRESS, TransferError("deadline", "nobody has said who it is"), ROOM)
         assert rank.says(nobody) == (set(), {"a"}, {"a"})
         assert rank.says(nobody, AgentStopped()) == NOTHING
 
     def test_who_is_aborted_meanwhile_is_not_fetched(self, rank):
         rank.worker.obey(Orders(fetches=[fetch_of("a"), fetch_of("b")], aborted=["a"]))
-        assert rank.says(Located(ADDRESS, ENGINE)) == (set(), {"a"}, {"a"})
+        assert rank.says(Located(ADDRESS, ENGINE, ROOM)) == (set(), {"a"}, {"a"})
         assert ([each.request_id for each in rank.agent.wanted], rank.agent.aborted) == (["b"], [])
 
     def test_an_agent_that_dies_meanwhile_is_told_once(self, rank):
         rank.worker.obey(Orders(fetches=[fetch_of("a"), fetch_of("b")]))
         rank.agent.alive = False
-        assert rank.says(Located(ADDRESS, ENGINE), AgentStopped()) == (set(), {"a", "b"}, {"a", "b"})
+        assert rank.says(Located(ADDRESS, ENGINE, ROOM), AgentStopped()) == (set(), {"a", "b"}, {"a", "b"})
         assert rank.told() == NOTHING
 
     def test_a_promise_that_the_agent_refuses_ends_with_its_request(self, rank):

@@ -43,7 +43,7 @@ class AsyncAgent:
         self.agent = open_agent(config, cache, self._notice)
         self._released = released
         self._waiting: dict[str, asyncio.Future[_Settled]] = {}
-        self._lookups: dict[str, list[asyncio.Future[Located | LocateFailed]]] = {}
+        self._lookups: dict[tuple[str, int], list[asyncio.Future[Located | LocateFailed]]] = {}
         # What the agent will say that it is free, unless it stops before.
         self._fetches: set[str] = set()
         self._leases: set[str] = set()
@@ -61,10 +61,10 @@ class AsyncAgent:
         """Whether nothing can move any more."""
         return self._stopped.is_set()
 
-    async def start(self, addresses: Sequence[str] = ()) -> None:
+    async def start(self, addresses: Sequence[str] = (), data_parallel_size: int = 1) -> None:
         """Begin, as `Agent.start`; everything is told on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self.agent.start(addresses)
+        self.agent.start(addresses, data_parallel_size)
 
     async def wait_until_stopped(self) -> None:
         """Returns when the agent has stopped, whether by `close` or by a defect."""
@@ -83,14 +83,14 @@ class AsyncAgent:
         self._leases.add(request.request_id)
         return reference
 
-    async def locate(self, address: str) -> RemoteEngine:
-        """Whose address it is. Raises TransferError when nobody says so in time, RequestError for what is no
-        address."""
+    async def locate(self, address: str, number: int = 0) -> RemoteEngine:
+        """Whose address it is, as `Agent.locate`. Raises TransferError when nobody says so in time, RequestError for
+        what is no address."""
         if self.has_stopped:
             raise _gone()
-        self.agent.locate(address)
+        self.agent.locate(address, number)
         future: asyncio.Future[Located | LocateFailed] = self._loop.create_future()
-        self._lookups.setdefault(address, []).append(future)
+        self._lookups.setdefault((address, number), []).append(future)
         found = await future
         if isinstance(found, LocateFailed):
             raise found.error
@@ -142,15 +142,15 @@ class AsyncAgent:
             case BlocksReleased(request_id):
                 self._fetches.discard(request_id)
                 self._released(notice)
-            case Located(address) | LocateFailed(address):
-                self._answer(address, notice)
+            case Located(address, number=number) | LocateFailed(address, number=number):
+                self._answer(address, number, notice)
             case AgentStopped():
                 self._stop()
             case Fetched() | FetchFailed():
                 self._settle(notice)
 
-    def _answer(self, address: str, found: Located | LocateFailed) -> None:
-        for future in self._lookups.pop(address, ()):
+    def _answer(self, address: str, number: int, found: Located | LocateFailed) -> None:
+        for future in self._lookups.pop((address, number), ()):
             if not future.done():
                 future.set_result(found)
 
@@ -167,8 +167,8 @@ class AsyncAgent:
     def _stop(self) -> None:
         """Transports are closed: whoever waits gets an error, and its blocks back where no source may write to them."""
         self._stopped.set()
-        for address in list(self._lookups):
-            self._answer(address, LocateFailed(address, _gone()))
+        for address, number in list(self._lookups):
+            self._answer(address, number, LocateFailed(address, _gone(), number))
         for request_id in list(self._waiting):
             self._settle(FetchFailed(request_id, _gone()))
         for request_id in self._fetches - self.agent.written_ids:

@@ -169,10 +169,12 @@ class RemoteEngine:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Whose address it is that was asked for."""
+    """Whose address it is that was asked for; of `data_parallel_size` engines that with the number asked for."""
 
     address: str
     engine: RemoteEngine
+    number: int = 0
+    data_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ class LocateFailed:
 
     address: str
     error: TransferError
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,16 +93,23 @@ class LeaseWithdrawn:
 
 @dataclass(frozen=True, slots=True)
 class RanksKnown:
-    """The control addresses of all ranks of our engine, in their order: told to whoever asks who is here."""
+    """The control addresses of all ranks of our engine, in their order, and how many engines our server is: told to
+    whoever asks who is here."""
 
     addresses: tuple[str, ...]
+    data_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class LocateRequest:
-    """The engine knows only the address of a source rank, and wants to know whose it is."""
+    """The engine knows only the address of a source rank, and wants to know whose it is.
+
+    Of a server with data parallelism that rank is one of its engine number 0, and meant is that engine whose number is
+    `number` modulo how many there are.
+    """
 
     address: str
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,11 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 class Welcome(Struct, frozen=True, tag="welcome"):
     """The source's answer to `Hello`: who it is. `fingerprint` names its layout. `addresses` are the control addresses
-    of all ranks of its engine, in their order; empty where its engine has not named them."""
+    of all ranks of its engine, in their order; empty where its engine has not named them.
+
+    A server with data parallelism is `data_parallel_size` engines, which share its requests: rank 0 of number d listens
+    d ports above rank 0 of number 0.
+    """
 
     wire_version: int
     product_version: Name
@@ -103,6 +107,7 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     num_ranks: Rank
     fingerprint: Name
     addresses: Annotated[tuple[Name, ...], Meta(max_length=1 << 12)] = ()
+    data_parallel_size: Annotated[int, Meta(ge=1, le=1 << 12)] = 1
 
 
 class OfferRequest(Struct, frozen=True, tag="offer_request", forbid_unknown_fields=True):

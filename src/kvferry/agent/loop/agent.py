@@ -168,10 +168,14 @@ class Agent:
 
     # --- what engines call ---
 
-    def start(self, addresses: Sequence[str] = ()) -> None:
+    def start(self, addresses: Sequence[str] = (), data_parallel_size: int = 1) -> None:
         """Begin to answer and to move. `addresses` are those of the agents of all ranks of this engine, in their order:
-        who asks one of them who it is (`locate`) hears of all."""
-        self._submit(e.RanksKnown(tuple(addresses)))
+        who asks one of them who it is (`locate`) hears of all.
+
+        A server with data parallelism is `data_parallel_size` engines with names of their own. Rank 0 of number d
+        listens d ports above rank 0 of number 0, which is asked for all of them.
+        """
+        self._submit(e.RanksKnown(tuple(addresses), data_parallel_size))
         self._thread.start()
 
     def lease(self, wanted: e.LeaseRequest) -> Reference:
@@ -196,13 +200,14 @@ class Agent:
         """End a request's lease early; `LeaseEnded` follows."""
         self._submit(e.LeaseWithdrawn(request_id))
 
-    def locate(self, address: str) -> None:
-        """Ask whose address it is; `Located` or `LocateFailed` follows.
+    def locate(self, address: str, number: int = 0) -> None:
+        """Ask whose address it is; `Located` or `LocateFailed` follows. Of a server with data parallelism, which engine
+        is meant: that whose number is `number` modulo how many there are.
 
         Raises RequestError for what cannot be an address.
         """
         check_address(address)
-        self._submit(e.LocateRequest(address))
+        self._submit(e.LocateRequest(address, number))
 
     def hold(self, wanted: e.HoldRequest) -> None:
         """Keep a remote lease alive until its request's turn comes, and connect to its source meanwhile.

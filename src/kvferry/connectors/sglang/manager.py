@@ -27,6 +27,7 @@ from kvferry.options import staging_memory_named
 # While nothing is computed SGLang asks without a pause, and takes from the agent's thread the core and the interpreter
 # that it needs to get done. Short enough that a new request does not notice.
 IDLE_WAIT_S = 0.001
+BY_ROOM = "follow_bootstrap_room"
 OTHER_BACKEND = "use SGLang's own backend: --disaggregation-transfer-backend nixl"
 
 
@@ -77,10 +78,9 @@ class FerryManager(BaseKVManager):
         kind, number = torch.device(pool.device).type, layout.regions[0].device
         device = cache_device(torch.device(kind, number), kind, staging_memory_named(settings.staging_memory))
         self.milestone = device.milestone
-        number_of_rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
-        ranks = Ranks(parallel.pp_size * parallel.tp_size, number_of_rank, parallel.world_group.cpu_group)
+        self.ranks = _ranks(parallel)
         port = server_args.disaggregation_bootstrap_port if is_prefill else 0
-        self.rank = Rank(settings, layout, lambda layouts: device.cache(layouts, memories), ranks, port)
+        self.rank = Rank(settings, layout, lambda layouts: device.cache(layouts, memories), self.ranks, port)
         self.cache = self.rank.cache_name
         # Requests that wait for nothing but a transfer, in their order. SGLang may drop one without a word.
         self._waiting = WeakKeyDictionary[object, None]()
@@ -151,12 +151,25 @@ class FerryBootstrapServer(BaseKVBootstrapServer):
         pass
 
 
+def _ranks(parallel: Any) -> Ranks:
+    """Where this process is. With `dp_size` every engine has a group of its own; with `attn_dp_size` the ranks of all
+    engines are one group, in each stage those of one engine after those of another."""
+    stages, in_stage, engines = parallel.pp_size, parallel.tp_size, parallel.attn_dp_size or 1
+    width, number = in_stage // engines, parallel.attn_dp_rank if engines > 1 else 0
+    members = tuple(stage * in_stage + number * width + rank for stage in range(stages) for rank in range(width))
+    rank = parallel.pp_rank * width + parallel.attn_tp_rank
+    group = parallel.world_group.cpu_group
+    if (replicas := parallel.dp_size or 1) > 1:
+        return Ranks(members, rank, stages * in_stage, group, parallel.dp_rank or 0, replicas)
+    return Ranks(members, rank, stages * in_stage, group, number, engines)
+
+
 def _facts(scheduler: Any) -> RankFacts:
     model, parallel = scheduler.model_config, get_parallel()
     groups = (getattr(model.hf_text_config, name, None) for name in ("mamba_n_groups", "n_groups"))
     return RankFacts(
-        parallel.tp_rank,
-        parallel.tp_size,
+        parallel.attn_tp_rank,
+        parallel.attn_tp_size,
         int(model.get_total_num_kv_heads()),
         int(model.get_swa_num_kv_heads(1)),
         next((int(number) for number in groups if number), 0),
@@ -189,15 +202,23 @@ def _hold_failed_pages(transfer_queue: Any) -> None:
 def _check(queue: Any, is_prefill: bool) -> None:
     """Raises ConfigurationError for ways to run SGLang that are not supported yet."""
     parallel = get_parallel()
-    refused = ("dp_size", "attn_dp_size", "attn_cp_size", "dcp_size")
+    refused = ("attn_cp_size", "dcp_size")
     for name in refused if is_prefill else ("pp_size", *refused):
         if (getattr(parallel, name, 1) or 1) > 1:
             raise ConfigurationError(
                 "kvferry does not serve this way to divide an SGLang engine yet",
                 found=f"{name} {getattr(parallel, name)}",
-                expected="tensor parallelism, and pipeline parallelism of a prefill engine",
+                expected="tensor and data parallelism, and pipeline parallelism of a prefill engine",
                 hint=OTHER_BACKEND,
             )
+    is_divided = (parallel.dp_size or 1) * (parallel.attn_dp_size or 1) > 1
+    if is_prefill and is_divided and parallel.load_balance_method != BY_ROOM:
+        raise ConfigurationError(
+            "nobody could tell which engine of this server has computed a prompt",
+            found=f"--load-balance-method {parallel.load_balance_method}",
+            expected=BY_ROOM,
+            hint="leave it out",
+        )
     if not queue.scheduler.spec_algorithm.is_none():
         what = "kvferry does not carry what speculative decoding needs of a prefill yet"
         raise ConfigurationError(what, found=str(queue.scheduler.spec_algorithm), hint=OTHER_BACKEND)

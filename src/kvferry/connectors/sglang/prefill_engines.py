@@ -1,4 +1,7 @@
-"""Prefill engines by what SGLang knows of them: `host:port`, where an engine's rank 0 listens."""
+"""Prefill engines by what SGLang knows of them: `host:port`, where a server's rank 0 listens, and a room.
+
+A server with data parallelism is several engines, each with some of the rooms.
+"""
 
 from __future__ import annotations
 
@@ -28,58 +31,76 @@ class Lookup:
 class PrefillEngines:
     """Asked on the scheduler's thread, which never waits; told on the agent's. `locate` asks the agent."""
 
-    def __init__(self, locate: Callable[[str], None]) -> None:
+    def __init__(self, locate: Callable[[str, int], None]) -> None:
         self._locate = locate
-        # Clients choose the places: only so many are remembered, the latest ones.
-        self._lookups: dict[str, Lookup] = {}
-        # Lookups by the address that the agent was asked for.
         self._lock = threading.Lock()
-        self._asked: dict[str, list[Lookup]] = {}
+        # By place and number. Clients choose them: only so many are remembered, the latest ones.
+        self._lookups: dict[tuple[str, int], Lookup] = {}
+        # How many engines there are at a place, once one of them is known.
+        self._sizes: dict[str, int] = {}
+        # Lookups and their places, by what the agent was asked for.
+        self._asked: dict[tuple[str, int], list[tuple[str, Lookup]]] = {}
         self._stopped: FerryError | None = None
         # A host's name can take seconds to look up.
         self._resolver = ThreadPoolExecutor(1, "kvferry-names")
 
-    def find(self, place: str) -> Lookup:
-        """What is known of a place. It is asked for once, and again after an error or `forget`."""
-        known = self._lookups.get(place)
-        if known is None or known.error is not None:
-            if len(self._lookups) >= MAX_PLACES:
-                del self._lookups[next(iter(self._lookups))]
-            known = self._lookups[place] = Lookup()
-            self._resolver.submit(self._ask, place, known)
+    def find(self, place: str, number: int = 0) -> Lookup:
+        """What is known of a place's engine whose number is `number` modulo how many there are: a room, or the number
+        itself. It is asked for once, and again after an error or `forget`."""
+        with self._lock:
+            key = place, number % self._sizes[place] if place in self._sizes else number
+            known = self._lookups.get(key)
+            if known is None or known.error is not None:
+                known = self._remember(key, Lookup())
+                self._resolver.submit(self._ask, *key, known)
         return known
 
     def forget(self, place: str) -> None:
-        """Another start of the engine may listen there by now."""
-        self._lookups.pop(place, None)
+        """Another start of the server may listen there by now."""
+        with self._lock:
+            self._sizes.pop(place, None)
+            for key in [key for key in self._lookups if key[0] == place]:
+                del self._lookups[key]
 
     def heard(self, notice: Located | LocateFailed) -> None:
         """The agent knows whose address it is, or has given up."""
         with self._lock:
-            waiting = self._asked.pop(notice.address, ())
-        for lookup in waiting:
-            if isinstance(notice, Located):
+            waiting = self._asked.pop((notice.address, notice.number), ())
+            for place, lookup in waiting:
+                if isinstance(notice, LocateFailed):
+                    lookup.error = notice.error
+                    continue
                 lookup.engine = notice.engine
-            else:
-                lookup.error = notice.error
+                # Unless it was forgotten meanwhile.
+                if self._lookups.get((place, notice.number)) is lookup:
+                    self._sizes[place] = notice.data_parallel_size
+                    self._remember((place, notice.number % notice.data_parallel_size), lookup)
+
+    def _remember(self, key: tuple[str, int], lookup: Lookup) -> Lookup:
+        if key not in self._lookups and len(self._lookups) >= MAX_PLACES:
+            oldest = next(iter(self._lookups))
+            del self._lookups[oldest]
+            self._sizes.pop(oldest[0], None)
+        self._lookups[key] = lookup
+        return lookup
 
     def stop(self, error: FerryError) -> None:
         """The agent has stopped: nobody will answer any more."""
         with self._lock:
             self._stopped = error
-            waiting = [lookup for lookups in self._asked.values() for lookup in lookups]
+            waiting = [lookup for lookups in self._asked.values() for _, lookup in lookups]
             self._asked.clear()
         for lookup in waiting:
             lookup.error = error
 
-    def _ask(self, place: str, lookup: Lookup) -> None:
+    def _ask(self, place: str, number: int, lookup: Lookup) -> None:
         try:
             address = _address_of(place)
             with self._lock:
                 if self._stopped is not None:
                     raise self._stopped
-                self._asked.setdefault(address, []).append(lookup)
-            self._locate(address)
+                self._asked.setdefault((address, number), []).append((place, lookup))
+            self._locate(address, number)
         except (OSError, ValueError, OverflowError) as error:
             what, hint = (
                 f"the prefill engine {place} has no address",

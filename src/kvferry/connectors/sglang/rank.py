@@ -89,18 +89,29 @@ class Introduction(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of this engine: how many there are, which one we are, and the group that they exchange words in."""
+    """The ranks of this engine, by their numbers among the `num_processes` of a group; `rank` says which of them we are.
 
-    num_ranks: int
-    rank: int
-    group: torch.distributed.ProcessGroup | None
+    A server with data parallelism is several engines, of which this is number `number`. Where they share the layers that
+    are no attention, they are in one group.
+    """
+
+    members: tuple[int, ...] = (0,)
+    rank: int = 0
+    num_processes: int = 1
+    group: torch.distributed.ProcessGroup | None = None
+    number: int = 0
+    data_parallel_size: int = 1
 
     def gather(self, word: bytes) -> list[bytes]:
-        """What every rank says, in their order. Among the processes of one engine: nothing comes from a peer."""
-        words = [word] * self.num_ranks
-        if self.num_ranks > 1:
+        """What every rank says, in their order. Among the processes of one server: nothing comes from a peer."""
+        words = [word] * self.num_processes
+        if self.num_processes > 1:
             torch.distributed.all_gather_object(words, word, group=self.group)
-        return words
+        return [words[member] for member in self.members]
+
+    def name_of(self, server: str) -> str:
+        """What this engine of a server is called."""
+        return f"{server}-{self.number}" if self.data_parallel_size > 1 else server
 
 
 def reference_of(room: int, engine: RemoteEngine) -> Reference:
@@ -115,12 +126,13 @@ class Rank:
     def __init__(
         self, settings: Settings, layout: Layout, cache: Callable[[tuple[Layout, ...]], Cache], ranks: Ranks, port: int
     ) -> None:
-        """`cache` makes what the agent needs of the layouts of all ranks; rank 0 listens on `port`, 0 for any.
+        """`cache` makes what the agent needs of the layouts of all ranks. Rank 0 of engine number 0 listens on `port`, 0
+        for any, and that of each other engine so many ports above it.
 
         Raises ConfigurationError or TransportError when the agent cannot be set up.
         """
         made_up = f"sglang-{secrets.token_hex(4)}-{socket.gethostname()}"[:MAX_ENGINE_ID]
-        ours = Introduction(settings.engine_id or made_up, new_epoch(), layout)
+        ours = Introduction(ranks.name_of(settings.engine_id or made_up), new_epoch(), layout)
         self._nowhere: BlockTables = ((),) * len(layout.groups)
         words = ranks.gather(msgspec.msgpack.encode(ours))
         everyone = [msgspec.msgpack.decode(word, type=Introduction) for word in words]
@@ -130,7 +142,7 @@ class Rank:
             everyone[0].epoch,
             ranks.rank,
             settings.host,
-            port if ranks.rank == 0 else 0,
+            port + ranks.number if port and ranks.rank == 0 else 0,
             settings.transport,
             timing_of(settings.lease_s, EARLY_CLAIM_S),
             read_token(settings.token_file),
@@ -147,10 +159,11 @@ class Rank:
         self._leases: dict[str, Leased] = {}
         self._fetches: dict[str, Fetching] = {}
         self._numbers = count()
-        self.engines = PrefillEngines(lambda address: self.agent.locate(address))
+        self.engines = PrefillEngines(lambda *asked: self.agent.locate(*asked))
         self.agent: Agent = open_agent(config, cache(tuple(each.layout for each in everyone)), self.hear)
         sys.setswitchinterval(SWITCH_S)
-        self.agent.start([word.decode() for word in ranks.gather(self.agent.address.encode())])
+        addresses = [word.decode() for word in ranks.gather(self.agent.address.encode())]
+        self.agent.start(addresses, ranks.data_parallel_size)
         logger.info("kvferry moves caches of rank %d of %s at %s", ranks.rank, config.engine_id, self.agent.address)
 
     # --- prefill ---

@@ -47,6 +47,7 @@ class FerryReceiver(BaseKVReceiver):
         self.conclude_state: int | None = None
         self.abort_notified = False
         self._place, self._room = bootstrap_addr, bootstrap_room or 0
+        self._number = self._room
         self._lookup = Lookup()
         self._is_held = self._is_met_again = False
         self._destination: _Destination | None = None
@@ -57,6 +58,9 @@ class FerryReceiver(BaseKVReceiver):
         try:
             request = request_being_made()
             self._prompt, self._wants_logprob = prompt_of(request), request.return_logprob
+            # Whoever sends a prompt to an engine that its room does not lead to says so to both sides.
+            if request.disagg_prefill_dp_rank is not None:
+                self._number = request.disagg_prefill_dp_rank
             mgr.register(self._room, self)
         except FerryError as error:
             self._error = error
@@ -68,7 +72,7 @@ class FerryReceiver(BaseKVReceiver):
 
     def init(self, prefill_dp_rank: int) -> None:
         """Find out who the prefill engine is, and have it keep the cache until there are pages."""
-        self._lookup = self.kv_mgr.rank.engines.find(self._place)
+        self._lookup = self.kv_mgr.rank.engines.find(self._place, self._number)
 
     def send_metadata(
         self,
@@ -164,9 +168,9 @@ class FerryReceiver(BaseKVReceiver):
         if self._is_met_again or not is_stale:
             return False
         engines = self.kv_mgr.rank.engines
-        if self._lookup.engine == engines.find(self._place).engine:
+        if self._lookup.engine == engines.find(self._place, self._number).engine:
             engines.forget(self._place)
-        self._lookup, self._fetching, self._is_met_again = engines.find(self._place), None, True
+        self._lookup, self._fetching, self._is_met_again = engines.find(self._place, self._number), None, True
         return True
 
     def _hand_over(self, fetching: Fetching) -> None:

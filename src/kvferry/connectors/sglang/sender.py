@@ -22,8 +22,8 @@ from kvferry.connectors.sglang import handoff
 from kvferry.connectors.sglang.construction import request_being_made
 from kvferry.connectors.sglang.manager import FerryManager
 from kvferry.connectors.sglang.prompt import prompt_of
-from kvferry.connectors.sglang.rank import Leased
-from kvferry.errors import FerryError, TransferError
+from kvferry.connectors.sglang.rank import Leased, Ranks
+from kvferry.errors import FerryError, RequestError, TransferError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class FerrySender(BaseKVSender):
         self._row = 0
         self._error: FerryError | None = None
         try:
+            if not req_has_disagg_prefill_dp_rank:
+                _check_number(mgr.ranks, bootstrap_room)
             prompt = prompt_of(self._request)
             self._num_tokens = prompt.num_tokens
             self._lease = mgr.rank.promise(bootstrap_room, prompt)
@@ -156,3 +158,15 @@ class FerrySender(BaseKVSender):
             if sent.num_tokens == self._num_tokens:
                 first = handoff.read(self.kv_mgr.metadata, self._row, self._request)
             self.kv_mgr.rank.grow(self._room, sent.tables, sent.num_tokens, first)
+
+
+def _check_number(ranks: Ranks, room: int) -> None:
+    """Raises RequestError where a decode engine would look for a prompt at another engine of this server."""
+    if room % ranks.data_parallel_size == ranks.number:
+        return
+    raise RequestError(
+        "the room of this request leads to another engine of this server",
+        found=f"engine {ranks.number} of {ranks.data_parallel_size}, bootstrap_room {room}",
+        expected=f"engine {room % ranks.data_parallel_size}",
+        hint="name the engine to both sides in disagg_prefill_dp_rank, or leave the choice to the room",
+    )

@@ -30,7 +30,7 @@ from kvferry import (
 from kvferry.connectors.jobs import BlockTables
 from kvferry.embedded.engine.records import Grown
 from kvferry.errors import FerryError, TransferError
-from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, room_names, to_params
+from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, number_of, room_names, to_params
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,9 @@ class AgentTransfer:
     async def _remote(self, params: object) -> RemoteCache:
         """Where the cache is that these parameters refer to. Raises TransferError."""
         remote = from_params(params, self._reach)
-        return remote if remote.is_located else remote.at(await self._agent.locate(remote.addresses[0]))
+        if remote.is_located:
+            return remote
+        return remote.at(await self._agent.locate(remote.addresses[0], number_of(remote.reference)))
 
     def withdraw(self, params: object) -> bool:
         """End the lease that these parameters refer to; whether there was one. Raises TransferError (`malformed`)."""

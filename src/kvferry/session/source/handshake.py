@@ -38,7 +38,8 @@ class SourceIdentity:
 class SourceHandshake:
     """Answers `Hello` and `OfferRequest`. A target that has the offer may be testing our memory for `handshake_s`.
 
-    `addresses` are those of all ranks of our engine, once they are known.
+    `addresses` are those of all ranks of our engine, once they are known, `data_parallel_size` counts our server's
+    engines.
     """
 
     def __init__(self, identity: SourceIdentity, handshake_s: float) -> None:
@@ -46,6 +47,7 @@ class SourceHandshake:
         self._handshake_s = handshake_s
         self._offered: dict[Party, float] = {}
         self.addresses: tuple[str, ...] = ()
+        self.data_parallel_size = 1
 
     def hello(self, hello: m.Hello) -> m.Welcome:
         """Who we are. Raises TransferError if the target means somebody else."""
@@ -60,7 +62,8 @@ class SourceHandshake:
             if found != expected:
                 raise TransferError(reason, what, found=found, expected=expected)
         name = fingerprint(identity.layout)
-        return m.Welcome(WIRE_VERSION, identity.product_version, ours, len(identity.layouts), name, self.addresses)
+        who = (WIRE_VERSION, identity.product_version, ours, len(identity.layouts), name)
+        return m.Welcome(*who, self.addresses, self.data_parallel_size)
 
     def offer(self, request: m.OfferRequest, now: float) -> m.Offer:
         """Where our memory is, and how it is reached."""

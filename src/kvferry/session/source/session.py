@@ -117,6 +117,7 @@ class SourceSession:
 
     def _introduce(self, event: e.RanksKnown, now: float) -> list[Command]:
         self._handshake.addresses = event.addresses
+        self._handshake.data_parallel_size = event.data_parallel_size
         return []
 
     def _tick(self, event: e.Tick, now: float) -> list[Command]:

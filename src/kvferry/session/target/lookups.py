@@ -13,11 +13,14 @@ from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import WIRE_VERSION, Hello, Message, Reason, Refusal, Welcome
 
+MAX_PORT = 65_535
+
 
 @dataclass(slots=True)
 class _Lookup:
     deadline: float
     last_sent: float
+    asked: list[LocateRequest]
 
 
 class Lookups:
@@ -33,27 +36,20 @@ class Lookups:
 
     def begin(self, event: LocateRequest, now: float) -> Iterator[Command]:
         """Ask, unless that is under way."""
-        key = PeerKey(event.address, "", "")
-        if key not in self._open:
-            self._open[key] = _Lookup(now + self._timing.handshake_s, now)
-            yield self._ask(key)
+        yield from self._begin(event.address, event, now + self._timing.handshake_s, now)
 
     def answered(self, key: PeerKey, message: Message) -> Iterator[Command]:
         """Somebody has said who it is, or why that is no use."""
         if key not in self._open:
             return
         match message:
-            case Welcome(party=party, num_ranks=num_ranks, addresses=addresses):
-                if addresses and len(addresses) == num_ranks:
-                    yield from self._end(
-                        key, Located(key.address, RemoteEngine(party.engine_id, party.epoch, addresses))
-                    )
-                elif addresses or num_ranks != 1:
+            case Welcome(num_ranks=num_ranks, addresses=addresses):
+                is_named = bool(addresses) and len(addresses) == num_ranks
+                if is_named or (not addresses and num_ranks == 1):
+                    yield from self._found(key, message)
+                else:
                     what, found = "a source does not name its ranks", f"{len(addresses)} addresses, {num_ranks} ranks"
                     yield from self._fail(key, TransferError(Reason.MALFORMED, what, found=found))
-                else:
-                    engine = RemoteEngine(party.engine_id, party.epoch, (key.address,))
-                    yield from self._end(key, Located(key.address, engine))
             case Refusal(reason, what, found, expected):
                 yield from self._fail(key, TransferError(reason, what, found=found, expected=expected))
 
@@ -68,13 +64,44 @@ class Lookups:
                 lookup.last_sent = now
                 yield self._ask(key)
 
+    def _begin(self, address: str, event: LocateRequest, deadline: float, now: float) -> Iterator[Command]:
+        key = PeerKey(address, "", "")
+        if lookup := self._open.get(key):
+            if event not in lookup.asked:
+                lookup.asked.append(event)
+            return
+        self._open[key] = _Lookup(deadline, now, [event])
+        yield self._ask(key)
+
+    def _found(self, key: PeerKey, welcome: Welcome) -> Iterator[Command]:
+        """Who is there is who was meant, or tells where that one is."""
+        lookup, size = self._open.pop(key), welcome.data_parallel_size
+        engine = RemoteEngine(welcome.party.engine_id, welcome.party.epoch, welcome.addresses or (key.address,))
+        yield Disconnect(key)
+        for event in lookup.asked:
+            number = event.number % size
+            # Whoever was sent here by number 0 means the one that is here.
+            if number == 0 or key.address != event.address:
+                yield Located(event.address, engine, event.number, size)
+            elif (address := _above(key.address, number)) is None:
+                what = "no port is left for an engine of a server with data parallelism"
+                error = TransferError(Reason.MALFORMED, what, found=f"{key.address}, number {number}")
+                yield LocateFailed(event.address, error, event.number)
+            else:
+                yield from self._begin(address, event, lookup.deadline, lookup.last_sent)
+
     def _ask(self, key: PeerKey) -> Send:
         return Send(key, Hello(WIRE_VERSION, self._ours.product_version, self._ours.party, "", ""))
 
     def _fail(self, key: PeerKey, error: TransferError) -> Iterator[Command]:
-        yield from self._end(key, LocateFailed(key.address, error))
-
-    def _end(self, key: PeerKey, notice: Located | LocateFailed) -> Iterator[Command]:
-        del self._open[key]
+        lookup = self._open.pop(key)
         yield Disconnect(key)
-        yield notice
+        for event in lookup.asked:
+            yield LocateFailed(event.address, error, event.number)
+
+
+def _above(address: str, number: int) -> str | None:
+    """The address so many ports above; None where there is no such port."""
+    host, _, port = address.rpartition(":")
+    above = int(port) + number
+    return f"{host}:{above}" if above <= MAX_PORT else None

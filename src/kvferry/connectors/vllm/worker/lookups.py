@@ -8,6 +8,7 @@ from kvferry import BlocksReleased, FetchFailed, Located, LocateFailed, Reason
 from kvferry.connectors.vllm.metadata import FetchOrder, agent_name
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
 from kvferry.errors import TransferError
+from kvferry.kv_transfer_params import number_of
 
 
 class Lookups:
@@ -15,23 +16,24 @@ class Lookups:
     that was started again is found."""
 
     def __init__(
-        self, open_requests: OpenRequests, locate: Callable[[str], None], fetch: Callable[[FetchOrder], None]
+        self, open_requests: OpenRequests, locate: Callable[[str, int], None], fetch: Callable[[FetchOrder], None]
     ) -> None:
         self._open = open_requests
         self._locate = locate
         self._fetch = fetch
-        self._waiting: dict[str, list[FetchOrder]] = {}
+        self._waiting: dict[tuple[str, int], list[FetchOrder]] = {}
 
     def ask(self, order: FetchOrder) -> None:
         """It waits for who listens at its address."""
         (address,) = order.addresses
-        if address not in self._waiting:
-            self._locate(address)
-        self._waiting.setdefault(address, []).append(order)
+        asked = address, number_of(order.reference)
+        if asked not in self._waiting:
+            self._locate(*asked)
+        self._waiting.setdefault(asked, []).append(order)
 
     def note(self, notice: Located | LocateFailed) -> None:
         """It is known who listens there, or nobody has said so."""
-        for order in self._waiting.pop(notice.address, ()):
+        for order in self._waiting.pop((notice.address, notice.number), ()):
             if isinstance(notice, Located):
                 self._fetch(order.at(notice.engine))
             else:

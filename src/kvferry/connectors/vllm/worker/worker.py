@@ -89,7 +89,7 @@ class Worker:
         self._open = OpenRequests(settings.is_loss_fatal)
         self._is_idle = False
         self._moved = Moved()
-        self._lookups = Lookups(self._open, lambda address: self._ours().agent.locate(address), self._fetch)
+        self._lookups = Lookups(self._open, lambda *asked: self._ours().agent.locate(*asked), self._fetch)
         # A step may bring a lease later than vLLM's client brings its end. Of one that was withdrawn only the next step
         # does: what a later one brings is of another request, whose caller has used the name again.
         self._released: deque[tuple[str, str]] = deque(maxlen=MAX_EARLY_RELEASES)
