@@ -99,8 +99,8 @@ def room_names(room: int) -> tuple[str, str]:
 
 
 def number_of(reference: Reference) -> int:
-    """Which engine of a server with data parallelism a reference to a room means (`Agent.locate`): SGLang gives a request
-    to the one whose number is the room modulo how many there are."""
+    """Which engine of a server with data parallelism a reference to a room means (`Agent.locate`): SGLang gives a
+    request to the one whose number is the room modulo how many there are."""
     name, _, room = reference.request_id.rpartition("-")
     return int(room) if name == "room" and room.isdecimal() else 0
 

@@ -42,11 +42,14 @@ FLAGS = (*CPU_FLAGS, "--dtype", "float32", "--disaggregation-transfer-backend", 
 
 @dataclass(frozen=True, slots=True)
 class SideSpec:
-    """One side of a pair; `flags` come last on the command line."""
+    """One side of a pair; `flags` come last on the command line. Data parallelism is of `dp` engines, or of `attn_dp`
+    that share the layers that are no attention."""
 
     page_tokens: int = 16
     tp: int = 1
     pp: int = 1
+    dp: int = 1
+    attn_dp: int = 1
     flags: tuple[str, ...] = ()
 
 
@@ -60,8 +63,10 @@ class PairSpec:
 
     def __str__(self) -> str:
         sides = self.prefill, self.decode
-        tp, pp, pages = ("to".join(str(getattr(side, name)) for side in sides) for name in ("tp", "pp", "page_tokens"))
-        return f"{self.model}-tp{tp}{f'-pp{pp}' if pp != '1to1' else ''}-page{pages}"
+        names = ("tp", "pp", "dp", "attn_dp", "page_tokens")
+        tp, *others, pages = ("to".join(str(getattr(side, name)) for side in sides) for name in names)
+        more = "".join(f"-{name}{both}" for name, both in zip(names[1:], others, strict=False) if both != "1to1")
+        return f"{self.model}-tp{tp}{more}-page{pages}"
 
 
 class SGLangServer(EngineServer):
@@ -71,7 +76,7 @@ class SGLangServer(EngineServer):
         # A request to /health is a prompt, which takes a second.
         super().__init__(mode, log, "/v1/models")
         self.mode, self.model, self.spec = mode, model, spec
-        self.bootstrap_port = hold_ports(self.held)
+        self.bootstrap_port = hold_ports(self.held, spec.dp * spec.attn_dp)
 
     def environment(self) -> dict[str, str]:
         cores = "|".join("01"[number % 2] for number in range(self.spec.tp * self.spec.pp))
@@ -82,6 +87,7 @@ class SGLangServer(EngineServer):
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_folder(self.model))),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--tp", str(self.spec.tp), "--pp-size", str(self.spec.pp)),
+            *("--dp-size", str(self.spec.dp), "--attn-dp-size", str(self.spec.attn_dp)),
             *("--page-size", str(self.spec.page_tokens), "--disaggregation-mode", self.mode),
             *("--disaggregation-bootstrap-port", str(self.bootstrap_port)),
             *FLAGS,

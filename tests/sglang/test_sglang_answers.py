@@ -17,6 +17,8 @@ SPECS = [
     PairSpec("llama", SideSpec(16, tp=2), SideSpec(16, tp=2)),
     PairSpec("mellum", SideSpec(16, flags=CHUNKED), SideSpec(64)),
     PairSpec("llama", SideSpec(16, pp=2), SideSpec(16)),
+    PairSpec("llama", SideSpec(16, dp=2), SideSpec(64, dp=2)),
+    PairSpec("qwen3", SideSpec(16, tp=2, attn_dp=2), SideSpec(16)),
 ]
 every_pair = pytest.mark.parametrize("spec", SPECS, ids=str)
 

@@ -58,8 +58,16 @@ class Scene:
         )
         alone = SimpleNamespace(cpu_group=None)
         self.parallel = SimpleNamespace(
-            **{"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "dp_rank": None, "dp_size": 1},
-            **{"attn_tp_rank": 0, "attn_tp_size": 1, "attn_dp_rank": 0, "attn_dp_size": 1},
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            dp_rank=None,
+            dp_size=1,
+            attn_tp_rank=0,
+            attn_tp_size=1,
+            attn_dp_rank=0,
+            attn_dp_size=1,
             load_balance_method="follow_bootstrap_room",
             world_group=alone,
         )

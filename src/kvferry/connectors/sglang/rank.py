@@ -89,10 +89,10 @@ class Introduction(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of this engine, by their numbers among the `num_processes` of a group; `rank` says which of them we are.
+    """The ranks of this engine, by their numbers among the `num_processes` of a group; `rank` says which one we are.
 
-    A server with data parallelism is several engines, of which this is number `number`. Where they share the layers that
-    are no attention, they are in one group.
+    A server with data parallelism is several engines, of which this is number `number`. Where they share the layers
+    that are no attention, they are in one group.
     """
 
     members: tuple[int, ...] = (0,)
@@ -126,8 +126,8 @@ class Rank:
     def __init__(
         self, settings: Settings, layout: Layout, cache: Callable[[tuple[Layout, ...]], Cache], ranks: Ranks, port: int
     ) -> None:
-        """`cache` makes what the agent needs of the layouts of all ranks. Rank 0 of engine number 0 listens on `port`, 0
-        for any, and that of each other engine so many ports above it.
+        """`cache` makes what the agent needs of the layouts of all ranks. Rank 0 of engine number 0 listens on `port`,
+        0 for any, and that of each other engine so many ports above it.
 
         Raises ConfigurationError or TransportError when the agent cannot be set up.
         """
