@@ -104,7 +104,13 @@ def test_who_only_decodes_in_a_room_need_not_say_where_it_listens():
 
 def test_each_engine_is_told_of_a_room_in_its_own_words():
     room = room_between(PREFILL, SGLANG, OURS, NUMBER)
-    theirs = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": NUMBER, "rid": None}
+    theirs = {
+        "bootstrap_host": "10.0.0.5",
+        "bootstrap_port": 8998,
+        "bootstrap_room": NUMBER,
+        "rid": None,
+        "disagg_prefill_dp_rank": None,
+    }
     assert json.loads(room.prefill) == theirs
     params = json.loads(room.decode)["kv_transfer_params"]
     assert (params["remote_host"], params["remote_port"], params["kvferry"]) == ("10.0.0.5", 8998, {"room": NUMBER})
@@ -118,7 +124,13 @@ def test_a_prefill_of_others_is_asked_to_keep_what_sglang_will_read(info, host):
     params = json.loads(room.prefill)["kv_transfer_params"]
     assert params["do_remote_decode"]
     assert room_of(params) == NUMBER
-    place = {"bootstrap_host": host, "bootstrap_port": info.bootstrap_port, "bootstrap_room": NUMBER, "rid": None}
+    place = {
+        "bootstrap_host": host,
+        "bootstrap_port": info.bootstrap_port,
+        "bootstrap_room": NUMBER,
+        "rid": None,
+        "disagg_prefill_dp_rank": None,
+    }
     assert json.loads(room.decode) == place
     kept = from_params(json.loads(room.kept), "any host").reference
     assert (kept.request_id, kept.lease_id) == room_names(NUMBER)
@@ -286,7 +298,13 @@ def test_another_engine_prefills_for_sglang():
             (room,) = rooms_of(d)
             assert asked.body["kv_transfer_params"] == {"do_remote_decode": True, "kvferry": {"room": room}}
             assert (asked.body["max_tokens"], asked.body["stream"]) == (1, False)
-            place = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9007, "bootstrap_room": room, "rid": None}
+            place = {
+                "bootstrap_host": "127.0.0.1",
+                "bootstrap_port": 9007,
+                "bootstrap_room": room,
+                "rid": None,
+                "disagg_prefill_dp_rank": None,
+            }
             assert {name: served.body[name] for name in place} == place
             assert p.released.empty()
             assert await c.metric("kvferry_router_early_decodes_total") == 0

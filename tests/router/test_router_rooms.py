@@ -138,7 +138,8 @@ def test_prefill_is_asked_for_the_token_that_the_client_will_get():
 
 def test_a_room_is_where_the_prefill_instance_says_or_at_the_host_of_its_url():
     info, decodes = EngineInfo(handover=Handover.ROOM, bootstrap_port=8998), EngineInfo(handover=Handover.ROOM)
-    room = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": MAX_ROOM, "rid": None}
+    room = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": MAX_ROOM}
+    room |= {"rid": None, "disagg_prefill_dp_rank": None}
     prefill = Instance("http://10.0.0.5:30000", Role.PREFILL)
     assert fields_of(room_between(prefill, info, decodes, MAX_ROOM)) == [room, room]
     info = EngineInfo(handover=Handover.ROOM, bootstrap_host="10.1.0.5", bootstrap_port=8998)

@@ -79,7 +79,7 @@ class SGLangServer(EngineServer):
         self.bootstrap_port = hold_ports(self.held, spec.dp * spec.attn_dp)
 
     def environment(self) -> dict[str, str]:
-        cores = "|".join("01"[number % 2] for number in range(self.spec.tp * self.spec.pp))
+        cores = "|".join("01"[number % 2] for number in range(self.spec.tp * self.spec.pp * self.spec.dp))
         return {**environment(), "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
     def command(self) -> list[str]:

@@ -122,8 +122,8 @@ def request(**changes):
 
 @pytest.fixture
 def new_sender(sglang, manager):
-    def make(asked=None):
-        make_one = lambda queue, asked: sglang.sender.FerrySender(manager, PLACE, ROOM)  # noqa: E731
+    def make(asked=None, is_told=False):
+        make_one = lambda queue, asked: sglang.sender.FerrySender(manager, PLACE, ROOM, is_told)  # noqa: E731
         return sglang.construction.note_request(make_one, None, asked or request())
 
     return make
@@ -246,6 +246,19 @@ class TestSender:
         done.append(True)
         sender.poll()
         assert rank.said == [(((4,),), 16, None), (((4, 9, 2),), 40, FIRST)]
+
+    @pytest.mark.parametrize(
+        ("number", "is_told", "fails"), [(ROOM % 3, False, False), (1, False, True), (1, True, False)]
+    )
+    def test_a_request_that_its_room_would_not_lead_to_fails_unless_both_sides_are_told(
+        self, sglang, new_sender, manager, number, is_told, fails
+    ):
+        manager.ranks = sglang.rank.Ranks(number=number, data_parallel_size=3)
+        sender = new_sender(is_told=is_told)
+        assert (sender.poll() == sglang.poll.Failed) is fails
+        if fails:
+            with pytest.raises(RequestError, match="leads to another engine of this server"):
+                sender.failure_exception()
 
     def test_a_room_that_is_in_use_fails_the_second_request(self, sglang, new_sender, rank):
         first, second = new_sender(), new_sender()
@@ -510,6 +523,13 @@ class TestReceiver:
         assert rank.said[-1] == ("fetch", RESTARTED, ((5, 6, 7),), TokenRange(0, 40))
         rank.fetches[1].error, rank.fetches[1].is_over = TransferError(reason, "again"), True
         assert receiver.poll() == sglang.poll.Failed
+
+    @pytest.mark.parametrize(("told", "number"), [(None, ROOM), (0, 0), (2, 2)])
+    def test_a_room_leads_to_an_engine_of_a_server_unless_the_request_says_to_which(
+        self, new_receiver, rank, told, number
+    ):
+        new_receiver(request(disagg_prefill_dp_rank=told)).init(0)
+        assert rank.numbers == [number]
 
     def test_whoever_has_been_met_since_is_not_asked_again(self, sglang, new_receiver, rank):
         receiver = started(new_receiver, rank)

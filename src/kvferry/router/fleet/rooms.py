@@ -18,8 +18,10 @@ def room_between(prefill: Instance, info: EngineInfo, decode: EngineInfo, number
     if handover_between(info, decode) is not Handover.ROOM:
         return None
     host, port = info.bootstrap_host or urlsplit(prefill.url).hostname or "", info.bootstrap_port
-    # Without the client's `rid`: SGLang refuses one that it still knows, as it may after a try that failed.
-    of_sglang = _json({"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": number, "rid": None})
+    place = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": number}
+    # Without the client's `rid`: SGLang refuses one that it still knows, as it may after a try that failed. And without
+    # its choice among the engines of a prefill server, which is the room's.
+    of_sglang = _json(place | {"rid": None, "disagg_prefill_dp_rank": None})
     cache = room_params(number, host, port)
     for_decode = of_sglang if decode.handover is Handover.ROOM else _json({"kv_transfer_params": cache})
     if info.handover is Handover.ROOM:
