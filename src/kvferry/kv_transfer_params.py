@@ -133,9 +133,10 @@ def wants_early(params: Mapping[str, object]) -> bool:
 def to_params(
     reference: Reference, addresses: Sequence[str], block_tables: Sequence[Sequence[int]], num_tokens: int
 ) -> dict[str, object]:
-    """The parameters for the decode side, as JSON-ready values. One block list when there is one cache group.
+    """The parameters for the decode side, as JSON-ready values.
 
-    The lists say nothing that we rely on; they are empty while the blocks are not known.
+    The block lists, one per cache group as of vLLM's own connector, say nothing that we rely on; there is none while
+    the blocks are not known.
     """
     first = urlsplit(addresses[0])
     return {
@@ -143,7 +144,7 @@ def to_params(
         "do_remote_decode": False,
         "remote_engine_id": reference.engine_id,
         "remote_request_id": reference.request_id,
-        "remote_block_ids": list(block_tables[0]) if len(block_tables) == 1 else [list(t) for t in block_tables],
+        "remote_block_ids": [list(table) for table in block_tables],
         "remote_host": first.hostname,
         "remote_port": first.port,
         "remote_num_tokens": num_tokens,

@@ -26,7 +26,7 @@ def test_params_keep_the_keys_that_existing_proxies_know():
         "do_remote_decode": False,
         "remote_engine_id": "p0",
         "remote_request_id": "r1",
-        "remote_block_ids": [3, 5],
+        "remote_block_ids": [[3, 5]],
         "remote_host": "127.0.0.1",
         "remote_port": 5600,
         "remote_num_tokens": 7,

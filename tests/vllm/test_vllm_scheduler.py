@@ -77,6 +77,95 @@ def test_all_but_the_last_token_is_fetched_once():
     assert made.take_orders(is_idle=False).fetches == []
 
 
+def several(made, number, params=PULL):
+    """As many requests as answers are wanted, which all have arrived."""
+    asked = [request(dict(params), f"{i}_cmpl-here") for i in range(number)]
+    for each in asked:
+        made.on_new_request(each)
+    return asked
+
+
+def test_of_several_answers_to_one_prompt_one_fetches_and_the_others_find_its_blocks():
+    made = scheduler()
+    first, second, third = several(made, 3)
+    made.allocated(first, TABLES, made.num_new_tokens(first, 0))
+    assert [made.num_new_tokens(each, 0) for each in (second, third)] == [None, None]
+    # Its blocks are filled: vLLM's prefix cache has the full ones.
+    made.allocated(first, TABLES, 0)
+    for each in (second, third):
+        assert made.num_new_tokens(each, 32) == 0
+        made.allocated(each, TABLES, 0)
+        end(each, RequestStatus.FINISHED_LENGTH_CAPPED)
+        assert made.finished(each, TABLES) == (False, None)
+    assert [fetch.request_id for fetch in made.take_orders(is_idle=False).fetches] == ["0_cmpl-here"]
+    assert made.take_stats().is_empty()
+
+
+def test_what_the_prefix_cache_has_not_is_computed_and_counted():
+    made = scheduler()
+    first, second = several(made, 2)
+    made.allocated(first, TABLES, made.num_new_tokens(first, 0))
+    made.allocated(first, TABLES, 0)
+    assert made.num_new_tokens(second, 0) == 0
+    made.allocated(second, TABLES, 0)
+    assert [fetch.is_waited_for for fetch in made.take_orders(is_idle=False).fetches] == [True]
+    assert not made.take_stats().is_empty()
+
+
+def test_where_the_one_that_fetches_fails_another_one_tries():
+    made = scheduler()
+    first, second = several(made, 2)
+    made.allocated(first, TABLES, made.num_new_tokens(first, 0))
+    assert made.num_new_tokens(second, 0) is None
+    end(first, RequestStatus.FINISHED_ERROR)
+    made.finished(first, TABLES)
+    assert made.num_new_tokens(second, 0) == PROMPT - 1
+    made.allocated(second, TABLES, PROMPT - 1)
+    orders = made.take_orders(is_idle=False)
+    assert [fetch.request_id for fetch in orders.fetches] == ["0_cmpl-here", "1_cmpl-here"]
+    assert orders.aborted == ["0_cmpl-here"]
+
+
+def test_a_source_is_told_that_nobody_reads_when_the_last_one_does_not():
+    made = scheduler()
+    first, second, third = several(made, 3)
+    for each in (first, second):
+        assert made.num_new_tokens(each, PROMPT - 1) == 0
+        made.allocated(each, TABLES, 0)
+    assert made.take_orders(is_idle=False).fetches == []
+    end(third, RequestStatus.FINISHED_ABORTED)
+    made.finished(third, ([],))
+    (release,) = made.take_orders(is_idle=False).fetches
+    assert not release.is_waited_for
+
+
+def test_one_that_leaves_does_not_take_the_cache_from_the_one_that_fetches():
+    made = scheduler()
+    first, second = several(made, 2)
+    made.allocated(first, TABLES, made.num_new_tokens(first, 0))
+    end(second, RequestStatus.FINISHED_ABORTED)
+    made.finished(second, ([],))
+    assert [fetch.is_waited_for for fetch in made.take_orders(is_idle=False).fetches] == [True]
+
+
+def test_other_prompts_with_one_reference_each_try_by_themselves():
+    made = scheduler()
+    first, other = request(dict(PULL), "0_cmpl-here"), request(dict(PULL), "1_cmpl-here", PROMPT + 3)
+    for each in (first, other):
+        made.on_new_request(each)
+    made.allocated(first, TABLES, made.num_new_tokens(first, 0))
+    assert made.num_new_tokens(other, 0) == PROMPT + 2
+
+
+def test_nothing_is_kept_of_requests_that_have_ended():
+    made = scheduler()
+    for each in several(made, 3):
+        made.num_new_tokens(each, 0)
+        end(each, RequestStatus.FINISHED_ABORTED)
+        made.finished(each, ([],))
+    assert (made._readers._of_cache, made._readers._caches, made._readers._missing) == ({}, {}, {})
+
+
 def test_asking_often_changes_nothing():
     made, asked = scheduler(), request(dict(PULL))
     assert [made.num_new_tokens(asked, 16) for _ in range(3)] == [PROMPT - 1 - 16] * 3

@@ -23,7 +23,8 @@ from kvferry.connectors.vllm.scheduler.early_leases import Promised
 from kvferry.connectors.vllm.scheduler.expected_prompts import Expected
 from kvferry.connectors.vllm.scheduler.first_token import first_token_of
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
-from kvferry.connectors.vllm.scheduler.skipped_transfers import Declined
+from kvferry.connectors.vllm.scheduler.readers import Readers, Turn
+from kvferry.connectors.vllm.scheduler.skipped_transfers import ALREADY_READ, Declined
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.errors import RequestError, TransferError
 from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, to_params
@@ -55,8 +56,10 @@ class Scheduler:
         self._computed: dict[str, int] = {}
         self._declined = Declined()
         self._expected = Expected(prompts, self._declined)
+        self._readers = Readers()
         self._releases = itertools.count()
         specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+        self._block_tokens = max((spec.block_size for spec in specs), default=1)
         self._fixed = tuple(isinstance(spec, MambaSpec) for spec in specs)
         self._scratch = tuple(spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0 for spec in specs)
         self._forgets = forgets(kv_cache_config)
@@ -73,17 +76,18 @@ class Scheduler:
         self._prompts.begin(request)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
-            self._hold(params)
+            self._hold(request.request_id, params)
         if params.get("do_remote_decode"):
             self._shorten(request)
             self._promised.begin(request, self._ranks[0].key if self._ranks else "", self._orders)
 
-    def _hold(self, params: Mapping[str, Any]) -> None:
+    def _hold(self, request_id: str, params: Mapping[str, Any]) -> None:
         """Whatever becomes of the request, a fetch follows, if only one of nothing that releases the source."""
         try:
             remote = from_params(params, self._reach)
         except TransferError:
             return  # It is said when its turn comes.
+        self._readers.arrive(request_id, remote.reference)
         if not remote.is_located:
             return  # A room's engine is asked for when there are blocks.
         self._orders.holds.append(HoldOrder(remote.reference, remote.addresses))
@@ -111,10 +115,16 @@ class Scheduler:
             return 0
         if not self._prompts.is_ready(request):
             return None
-        if not self._expected.prompt(request):
-            return 0
-        self._computed[request.request_id] = num_computed_tokens
-        return max(0, self._num_wanted(request, params) - num_computed_tokens)
+        for prompt in self._expected.prompt(request):
+            turn = self._readers.turn(request.request_id, prompt)
+            if turn is Turn.WAIT:
+                return None
+            self._computed[request.request_id] = num_computed_tokens
+            num_missing = max(0, self._num_wanted(request, params) - num_computed_tokens)
+            if turn is Turn.FETCH:
+                return num_missing
+            self._readers.found(request.request_id, num_missing)
+        return 0
 
     def _num_wanted(self, request: Request, params: Mapping[str, Any]) -> int:
         """The client's word about how many there are is only good for asking for fewer."""
@@ -126,14 +136,21 @@ class Scheduler:
     def allocated(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
         """The request has blocks. vLLM says so again when they are filled: only the first time counts."""
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill") or request.request_id in self._fetched:
+        if request.request_id in self._fetched:
+            self._readers.fetched(request.request_id)
+            return
+        if not params or not params.get("do_remote_prefill"):
             return
         params["do_remote_prefill"] = False
         if num_external_tokens <= 0:
-            self._release(request.request_id, params)
+            # Of a block that is not full nothing is cached.
+            if self._readers.num_missing(request.request_id) >= self._block_tokens:
+                self._declined.fetch(request.request_id, ALREADY_READ, "another request here has fetched its cache")
+            self._release_if_nobodys(request.request_id, params)
             return
         self._fetched.add(request.request_id)
         (prompt,) = self._expected.prompt(request)
+        self._readers.fetch(request.request_id, prompt)
         self._expected.forget(request.request_id)
         # vLLM may load fewer than it was offered, and then leaves out the last ones.
         first = self._computed.get(request.request_id, 0)
@@ -154,13 +171,15 @@ class Scheduler:
         self._forget(request.request_id)
         params = request.kv_transfer_params
         if not params:
+            self._readers.end(request.request_id)
             return False, None
         if was_fetched and request.status not in FINISHED_WELL:
             self._orders.aborted.append(request.request_id)
         if params.get("do_remote_prefill"):
             # It was never scheduled: the source must not wait for it.
             params["do_remote_prefill"] = False
-            self._release(request.request_id, params)
+            self._release_if_nobodys(request.request_id, params)
+        self._readers.end(request.request_id)
         is_well = request.status in FINISHED_WELL
         for is_kept in self._promised.end(request, block_ids, is_well, self._orders):
             # Who was promised it has the reference.
@@ -193,6 +212,10 @@ class Scheduler:
         self._orders.leases.append(lease)
         reference = Reference(self._engine_id, self._ranks[0].epoch, agent_name(lease.request_id), lease.lease_id)
         return True, to_params(reference, [rank.address for rank in self._ranks], tables, lease.num_tokens)
+
+    def _release_if_nobodys(self, request_id: str, params: Mapping[str, Any]) -> None:
+        if self._readers.is_nobodys(request_id):
+            self._release(request_id, params)
 
     def _release(self, request_id: str, params: Mapping[str, Any]) -> None:
         """Tell the source that nobody will read; parameters that cannot be read name no source.

@@ -10,6 +10,9 @@ from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome
 
 logger = logging.getLogger(__name__)
 
+ALREADY_READ = "already_read"
+"""Another request of this engine has read the cache, and vLLM's prefix cache does not have it."""
+
 
 class Declined:
     """What the scheduler's half has decided since it was last asked."""

@@ -1,0 +1,97 @@
+"""Requests of this engine that refer to one cache, as the `n` answers to one prompt do: one of them fetches it.
+
+The others wait, and find it in vLLM's own prefix cache; without one they compute it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvferry import Prompt, Reference
+
+
+class Turn(Enum):
+    """What a request does about its cache. `READ`: nothing, for another request has fetched it."""
+
+    FETCH = auto()
+    WAIT = auto()
+    READ = auto()
+
+
+@dataclass(slots=True)
+class _Readers:
+    """Those of one cache. `undecided` have no blocks yet; `fetching` is the one that fetches, empty for none."""
+
+    members: set[str] = field(default_factory=set)
+    undecided: set[str] = field(default_factory=set)
+    fetching: str = ""
+    prompts: tuple[Prompt, ...] = ()
+    is_read: bool = False
+
+
+class Readers:
+    """By the id of the request, from its arrival to its end. Unknown ids are alone with their cache."""
+
+    def __init__(self) -> None:
+        self._of_cache: dict[Reference, _Readers] = {}
+        self._caches: dict[str, Reference] = {}
+        self._missing: dict[str, int] = {}
+
+    def arrive(self, request_id: str, cache: Reference) -> None:
+        """A request that refers to this cache, and has no blocks yet."""
+        self._caches[request_id] = cache
+        readers = self._of_cache.setdefault(cache, _Readers())
+        readers.members.add(request_id)
+        readers.undecided.add(request_id)
+
+    def turn(self, request_id: str, prompt: Prompt) -> Turn:
+        """What it does now. Of several prompts with one reference each tries by itself, and is told what is wrong."""
+        for readers in self._of(request_id):
+            if prompt in readers.prompts and request_id != readers.fetching:
+                return Turn.READ if readers.is_read else Turn.WAIT if readers.fetching else Turn.FETCH
+        return Turn.FETCH
+
+    def fetch(self, request_id: str, prompt: Prompt) -> None:
+        """It fetches."""
+        for readers in self._of(request_id):
+            readers.undecided.discard(request_id)
+            if not readers.fetching:
+                readers.fetching, readers.prompts = request_id, (prompt,)
+
+    def fetched(self, request_id: str) -> None:
+        """Its blocks are filled, by the fetch or, where that failed, by what vLLM computes."""
+        for readers in self._of(request_id):
+            if readers.fetching == request_id:
+                readers.fetching, readers.is_read = "", True
+
+    def found(self, request_id: str, num_missing: int) -> None:
+        """It was its turn to `READ`, and so many tokens that could have been fetched are not in the prefix cache."""
+        self._missing[request_id] = num_missing
+
+    def num_missing(self, request_id: str) -> int:
+        """What it has not found of what another request has fetched."""
+        return self._missing.get(request_id, 0)
+
+    def is_nobodys(self, request_id: str) -> bool:
+        """It fetches nothing: whether nobody else here does or will, so that the source need not keep the cache."""
+        for readers in self._of(request_id):
+            readers.undecided.discard(request_id)
+            return not readers.undecided and not readers.fetching and not readers.is_read
+        return True
+
+    def end(self, request_id: str) -> None:
+        """The request has ended. If it had not fetched yet, another one may."""
+        for readers in self._of(request_id):
+            readers.members.discard(request_id)
+            readers.undecided.discard(request_id)
+            if readers.fetching == request_id:
+                readers.fetching = ""
+            if not readers.members:
+                del self._of_cache[self._caches[request_id]]
+        self._caches.pop(request_id, None)
+        self._missing.pop(request_id, None)
+
+    def _of(self, request_id: str) -> tuple[_Readers, ...]:
+        cache = self._caches.get(request_id)
+        return () if cache is None else (self._of_cache[cache],)

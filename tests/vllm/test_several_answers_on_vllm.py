@@ -1,0 +1,69 @@
+"""Several answers to one prompt on real vLLM servers, behind a proxy that knows nothing of them: one fetch is for all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from answers import alone, loaded_tokens, prompts_of, wait_until_free
+from proxy import Question, RefusedError, open_request, prefill
+from servers import PLAIN, Pair, Server, ServerSpec
+
+NUM_ANSWERS, SIZE = 3, 700
+FREE_S = 60.0
+UNCACHED = replace(PLAIN, decode=ServerSpec("kv_consumer", flags=("--no-enable-prefix-caching",)))
+ONE_AT_A_TIME = replace(PLAIN, decode=ServerSpec("kv_consumer", flags=("--max-num-seqs", "1")))
+DECLINED = "vllm:kvferry_declined_transfers_total"
+
+
+def ask_for(server: Server, question: Question, params: dict[str, Any] | None, **more: Any) -> list[list[int]]:
+    """The tokens of each answer."""
+    body = question.body(question.num_tokens, params)
+    body |= {"n": NUM_ANSWERS, "temperature": 0.7, "seed": 5, **more}
+    connection = open_request(server, question, body)
+    try:
+        response = connection.getresponse()
+        text = response.read().decode()
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise RefusedError(response.status, text)
+    return [choice["token_ids"] for choice in json.loads(text)["choices"]]
+
+
+def differ(answers: list[list[int]]) -> bool:
+    return len(set(map(tuple, answers))) > 1
+
+
+@pytest.mark.parametrize("spec", [PLAIN, ONE_AT_A_TIME], ids=["at once", "one after the other"])
+def test_one_fetch_is_for_all(pair: Pair, spec):
+    (question,) = prompts_of((SIZE,))
+    params, before = prefill(pair.prefill, question).params, loaded_tokens(pair.decode)
+    answers = ask_for(pair.decode, question, params)
+    assert loaded_tokens(pair.decode) - before == SIZE - 1
+    assert answers == ask_for(pair.prefill, alone(question), None)
+    assert differ(answers)
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.parametrize("spec", [UNCACHED], ids=["uncached"])
+def test_without_a_prefix_cache_the_others_compute_the_prompt(pair: Pair, spec):
+    (question,) = prompts_of((SIZE,))
+    params, before = prefill(pair.prefill, question).params, loaded_tokens(pair.decode)
+    declined = pair.decode.metric(DECLINED)
+    assert ask_for(pair.decode, question, params) == ask_for(pair.prefill, alone(question), None)
+    assert loaded_tokens(pair.decode) - before == SIZE - 1
+    assert pair.decode.metric(DECLINED) - declined == NUM_ANSWERS - 1
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=["several prompts"])
+def test_several_prompts_with_one_reference_are_refused_with_the_reason(pair: Pair, spec):
+    ours, other = prompts_of((SIZE, SIZE))
+    params = prefill(pair.prefill, ours).params
+    with pytest.raises(RefusedError, match="wrong_prompt|another attempt|claimed") as refused:
+        ask_for(pair.decode, replace(ours, request_id="two-prompts"), params, prompt=[[*ours.prompt], [*other.prompt]])
+    assert refused.value.status == 502
+    wait_until_free(pair.servers, FREE_S)
