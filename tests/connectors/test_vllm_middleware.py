@@ -274,9 +274,35 @@ def test_what_is_no_request_and_what_is_no_door_of_ours_is_vllms():
 
 def test_the_callers_header_goes_before_the_bodys_id():
     body = json.dumps({**DECODE, "request_id": "of-body"}).encode()
-    assert names_of(CHAT, None, body).decode_name == "chatcmpl-of-body"
-    assert names_of(COMPLETIONS, "given", body).decode_name == "cmpl-given-0"
-    assert names_of(COMPLETIONS, None, json.dumps(DECODE).encode()).decode_name == ""
+    assert names_of(CHAT, None, body).decode_names == ("chatcmpl-of-body",)
+    assert names_of(COMPLETIONS, "given", body).decode_names == ("cmpl-given-0",)
+    assert names_of(COMPLETIONS, None, json.dumps(DECODE).encode()).decode_names == ()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_names"),
+    [("text", 1), ([1, 2, 3], 1), ([], 1), (["a", "b", "c"], 3), ([[1, 2], [3]], 2), (7, 1), (["a"] * 10_000, 256)],
+)
+def test_each_prompt_has_a_name_of_its_own(prompt, num_names):
+    body = json.dumps({**DECODE, "prompt": prompt}).encode()
+    names = names_of(COMPLETIONS, "given", body).decode_names
+    assert names == tuple(f"cmpl-given-{number}" for number in range(num_names))
+
+
+def test_an_error_says_which_of_several_prompts_had_no_cache():
+    noted = {"cmpl-r-0-12345678": FETCHED, "cmpl-r-1-abcdef01": FATAL}
+    several = {**DECODE, "prompt": ["a", "b"]}
+    failed = asked(body=several, noted=noted, says=BROKEN)
+    assert failed.answer[0] == 502
+    assert failed.headers["x-kvferry-cache"] == "lost"
+    passed = asked(body=several, noted=noted)
+    assert passed.headers["x-kvferry-cache"] == "received"
+
+
+def test_several_answers_to_a_prompt_have_the_cache_of_the_one_that_fetched_it():
+    assert asked(noted={"0_cmpl-r-0-12345678": FETCHED}).headers["x-kvferry-cache"] == "received"
+    failed = asked(noted={"2_cmpl-r-0-12345678": FATAL}, says=BROKEN)
+    assert failed.answer[0] == 502
 
 
 @pytest.mark.parametrize(
@@ -284,13 +310,13 @@ def test_the_callers_header_goes_before_the_bodys_id():
 )
 def test_a_body_that_makes_no_sense_is_vllms_to_refuse(text):
     body = '{"kv_transfer_params": {"do_remote_prefill": true}, ' + text + "}"
-    assert names_of(CHAT, "given", body.encode("latin-1")).decode_name == ""
+    assert names_of(CHAT, "given", body.encode("latin-1")).decode_names == ()
 
 
 @given(st.text(min_size=1), st.text("0123456789abcdef", min_size=8, max_size=8))
 def test_any_id_is_found_with_and_without_vllms_random_characters(given_id, random):
     outcomes = FetchOutcomes()
-    name = names_of(CHAT, given_id, json.dumps(DECODE).encode()).decode_name
+    (name,) = names_of(CHAT, given_id, json.dumps(DECODE).encode()).decode_names
     for request_id in (f"{name}-{random}", name):
         outcomes.expect(name)
         outcomes.note(request_id, LOST)

@@ -1,4 +1,4 @@
-"""Several answers to one prompt on real vLLM servers, behind a proxy that knows nothing of them: one fetch is for all."""
+"""Several answers to one prompt on real vLLM servers, behind a proxy that knows nothing of them: one fetch for all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ FREE_S = 60.0
 UNCACHED = replace(PLAIN, decode=ServerSpec("kv_consumer", flags=("--no-enable-prefix-caching",)))
 ONE_AT_A_TIME = replace(PLAIN, decode=ServerSpec("kv_consumer", flags=("--max-num-seqs", "1")))
 DECLINED = "vllm:kvferry_declined_transfers_total"
+
+
+def num_declined(server: Server) -> float:
+    """A server that has declined none has no such metric."""
+    try:
+        return server.metric(DECLINED)
+    except KeyError:
+        return 0.0
 
 
 def ask_for(server: Server, question: Question, params: dict[str, Any] | None, **more: Any) -> list[list[int]]:
@@ -52,10 +60,10 @@ def test_one_fetch_is_for_all(pair: Pair, spec):
 def test_without_a_prefix_cache_the_others_compute_the_prompt(pair: Pair, spec):
     (question,) = prompts_of((SIZE,))
     params, before = prefill(pair.prefill, question).params, loaded_tokens(pair.decode)
-    declined = pair.decode.metric(DECLINED)
+    declined = num_declined(pair.decode)
     assert ask_for(pair.decode, question, params) == ask_for(pair.prefill, alone(question), None)
     assert loaded_tokens(pair.decode) - before == SIZE - 1
-    assert pair.decode.metric(DECLINED) - declined == NUM_ANSWERS - 1
+    assert num_declined(pair.decode) - declined == NUM_ANSWERS - 1
     wait_until_free(pair.servers, FREE_S)
 
 
@@ -63,7 +71,7 @@ def test_without_a_prefix_cache_the_others_compute_the_prompt(pair: Pair, spec):
 def test_several_prompts_with_one_reference_are_refused_with_the_reason(pair: Pair, spec):
     ours, other = prompts_of((SIZE, SIZE))
     params = prefill(pair.prefill, ours).params
-    with pytest.raises(RefusedError, match="wrong_prompt|another attempt|claimed") as refused:
+    with pytest.raises(RefusedError, match=r"wrong_prompt|claimed") as refused:
         ask_for(pair.decode, replace(ours, request_id="two-prompts"), params, prompt=[[*ours.prompt], [*other.prompt]])
     assert refused.value.status == 502
     wait_until_free(pair.servers, FREE_S)

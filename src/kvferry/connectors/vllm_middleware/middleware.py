@@ -109,7 +109,7 @@ class FerryMiddleware:
         delivery = Delivery(request.receive, send)
         out = delivery.send if names.prefill_name else send
         try:
-            await self._respond(request, HeldResponse(self._outcomes, names.decode_name, names.is_local, out))
+            await self._respond(request, HeldResponse(self._outcomes, names.decode_names, names.is_local, out))
         finally:
             if names.prefill_name and not delivery.is_done:
                 await self._withdraw_lease(request.scope["app"].state, names.prefill_name)

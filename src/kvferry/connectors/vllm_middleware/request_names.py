@@ -6,19 +6,22 @@ from dataclasses import dataclass
 
 import msgspec
 
-# How vLLM's two OpenAI endpoints make a request's name of the caller's id: that of the first of several prompts.
-_NAMES = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
+# How vLLM's two OpenAI endpoints make a request's name of the caller's id, and of the prompt's number.
+_NAMES = {"/v1/completions": "cmpl-{}-{}", "/v1/chat/completions": "chatcmpl-{}"}
+MAX_PROMPTS = 256
+"""Of more than these nothing is known."""
 ANSWER_PATHS = frozenset(_NAMES)
 DECODE_MARK, PREFILL_MARK = b"do_remote_prefill", b"do_remote_decode"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestNames:
-    """vLLM's name of a prefill or of a decode request; both are empty for any other, and where vLLM makes up the name.
-    `is_local` says that no other engine is asked for a cache; it is false where that is not known."""
+    """vLLM's name of a prefill request, that of its first prompt, or its names of a decode request, one per prompt.
+    There are none for any other, and where vLLM makes up the name. `is_local` says that no other engine is asked for a
+    cache; it is false where that is not known."""
 
     prefill_name: str = ""
-    decode_name: str = ""
+    decode_names: tuple[str, ...] = ()
     is_local: bool = False
 
 
@@ -32,6 +35,7 @@ class _Body(msgspec.Struct):
 
     kv_transfer_params: _Params | None = None
     request_id: str | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
 
 
 def names_of(path: str, header_id: str | None, body: bytes) -> RequestNames:
@@ -43,13 +47,22 @@ def names_of(path: str, header_id: str | None, body: bytes) -> RequestNames:
         return RequestNames(is_local=bool(body))
     try:
         asked = msgspec.json.decode(body, type=_Body)
+        num_prompts = _num_prompts(bytes(asked.prompt))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return RequestNames(is_local=DECODE_MARK not in body)
     params = asked.kv_transfer_params or _Params()
     given = asked.request_id if header_id is None else header_id
-    name = _NAMES[path].format(given) if given is not None else ""
+    numbers = range(0 if given is None else num_prompts)
+    names = tuple(_NAMES[path].format(given, number) for number in numbers)
     return RequestNames(
-        prefill_name=name if params.do_remote_decode else "",
-        decode_name=name if params.do_remote_prefill else "",
+        prefill_name=names[0] if names and params.do_remote_decode else "",
+        decode_names=names if params.do_remote_prefill else (),
         is_local=not params.do_remote_prefill,
     )
+
+
+def _num_prompts(prompt: bytes) -> int:
+    """How many prompts the field `prompt` has: texts or lists of tokens. What is nothing of that is one."""
+    if not prompt.startswith(b"[") or prompt[1:].lstrip()[:1] not in (b'"', b"["):
+        return 1
+    return min(len(msgspec.json.decode(prompt, type=list[msgspec.Raw])), MAX_PROMPTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from http import HTTPStatus
 
 import msgspec
 from starlette.datastructures import Headers
@@ -26,25 +27,26 @@ def json_response(status: int, body: object) -> Response:
 class HeldResponse:
     """Passes everything on. The head of a decode request's answer waits for its first token, and gets its headers.
 
-    vLLM begins a stream at once; by the time of its first token it is known how the cache came. `name` is vLLM's name
-    for the decode request; empty for one of which vLLM tells nothing, and for any other request, which `is_local`.
+    vLLM begins a stream at once; by the time of its first token it is known how the cache came. `names` are vLLM's
+    names for the decode request, one per prompt; none for one of which vLLM tells nothing, and for any other request,
+    which `is_local`. Of several prompts the first one's cache counts, unless the answer is an error.
     """
 
-    def __init__(self, outcomes: FetchOutcomes, name: str, is_local: bool, send: Send) -> None:
+    def __init__(self, outcomes: FetchOutcomes, names: tuple[str, ...], is_local: bool, send: Send) -> None:
         self._outcomes = outcomes
-        self._name = name
+        self._names = names
         self._is_local = is_local
         self._send = send
         self._head: Message | None = None
         self._is_replaced = False
-        if name:
+        for name in names:
             outcomes.expect(name)
 
     async def send(self, message: Message) -> None:
         """The next message of vLLM; nothing follows an answer that was replaced."""
         if self._is_replaced:
             return
-        if self._name and message["type"] == "http.response.start":
+        if self._names and message["type"] == "http.response.start":
             self._head = message
             return
         if self._head is not None:
@@ -55,11 +57,13 @@ class HeldResponse:
 
     def close(self) -> None:
         """The request is over, however."""
-        if self._name:
-            self._outcomes.forget(self._name)
+        for name in self._names:
+            self._outcomes.forget(name)
 
     async def _send_head(self, head: Message) -> None:
-        outcome = self._outcomes.known(self._name)
+        outcome = self._outcomes.known(self._names[0])
+        if head["status"] >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            outcome = next(filter(None, map(self._outcomes.failure, self._names)), outcome)
         if outcome is not None and outcome.is_fatal and not outcome.is_aborted:
             self._is_replaced = True
             for message in _lost(head, outcome):

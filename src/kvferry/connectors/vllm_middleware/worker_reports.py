@@ -6,6 +6,7 @@ Only what an answer waits for is kept. Both may be used from any thread.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from kvferry import Reason
 
 RANDOM_CHARACTERS = 8
+CHILD = re.compile(r"^[0-9]+_")
+"""What vLLM puts before the name of a request to which several answers are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class FetchOutcomes:
     def note(self, request_id: str, outcome: FetchOutcome) -> None:
         """What a rank reports of a request, by vLLM's id for it."""
         with self._lock:
-            for name in names_of(request_id):
+            for name in names_of(CHILD.sub("", request_id)):
                 if (expected := self._expected.get(name)) is not None:
                     before = expected.found.get(request_id)
                     expected.found[request_id] = outcome if before is None else before.joined(outcome)
@@ -83,6 +86,15 @@ class FetchOutcomes:
             if expected is None or expected.num_waiting > 1 or len(expected.found) != 1:
                 return None
             return next(iter(expected.found.values()))
+
+    def failure(self, name: str) -> FetchOutcome | None:
+        """Why a request of this name has ended with an error, if a fetch is why; of several answers, that of any."""
+        with self._lock:
+            expected = self._expected.get(name)
+            if expected is None or expected.num_waiting > 1:
+                return None
+            fatal = (each for each in expected.found.values() if each.is_fatal and not each.is_aborted)
+            return next(fatal, None)
 
     def forget(self, name: str) -> None:
         """An answer that waited is over."""
