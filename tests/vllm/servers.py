@@ -55,7 +55,8 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True)
 class PairSpec:
-    """Two servers of one model: what a test asks for, and the key under which a running pair is reused."""
+    """Two servers of one model: what a test asks for, and the key under which a running pair is reused. With `together`
+    each server has several connectors, of these names and in this order."""
 
     model: str
     prefill: ServerSpec = ServerSpec("kv_producer")
@@ -65,6 +66,7 @@ class PairSpec:
     extra: tuple[tuple[str, Any], ...] = ()
     buffer_device: str = DEVICE
     dtype: str = ""
+    together: tuple[str, ...] = ()
 
     @property
     def computes_in(self) -> str:
@@ -137,6 +139,22 @@ class Server(EngineServer):
         ]
 
     def _transfer_settings(self) -> dict[str, Any]:
+        if not self.pair.together:
+            return self._connector_settings()
+        storage = {"shared_storage_path": str(self.log.with_suffix(".storage"))}
+        other = {"kv_role": "kv_both", "kv_connector_extra_config": storage}
+        children = [
+            self._connector_settings() if name == self.connector else {"kv_connector": name, **other}
+            for name in self.pair.together
+        ]
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": self.spec.role,
+            "kv_load_failure_policy": self.pair.failure_policy,
+            "kv_connector_extra_config": {"connectors": children},
+        }
+
+    def _connector_settings(self) -> dict[str, Any]:
         module = {"kv_connector_module_path": FERRY_MODULE} if self.connector == "FerryConnector" else {}
         return {
             "kv_connector": self.connector,

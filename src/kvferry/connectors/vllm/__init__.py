@@ -4,5 +4,9 @@ Imported by vLLM in all of its processes; it needs vLLM and nothing of it is nee
 """
 
 from kvferry.connectors.vllm.connector import FerryConnector
+from kvferry.connectors.vllm_plugin import register
+
+# vLLM's MultiConnector looks its children's statistics up by name, wherever the class came from.
+register()
 
 __all__ = ["FerryConnector"]

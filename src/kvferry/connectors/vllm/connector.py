@@ -72,7 +72,15 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         ranks = [metadata[key] for key in sorted(metadata)]
-        self._scheduler.set_ranks(tuple(rank for rank in ranks if isinstance(rank, RankAddress)))
+        ours = tuple(rank for rank in ranks if isinstance(rank, RankAddress))
+        if len(ours) != len(ranks):
+            # Of several connectors vLLM passes on what the first one says that says anything.
+            raise ConfigurationError(
+                "another connector hides from kvferry's where its ranks listen",
+                found=", ".join(sorted({type(rank).__name__ for rank in ranks})),
+                expected="FerryConnector before it among the connectors of MultiConnector",
+            )
+        self._scheduler.set_ranks(ours)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -32,5 +33,14 @@ class Extension:
 
 
 def _ours() -> FerryConnector | None:
-    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-    return connector if isinstance(connector, FerryConnector) else None
+    return _among([get_kv_transfer_group()] if has_kv_transfer_group() else [])
+
+
+def _among(connectors: Sequence[Any]) -> FerryConnector | None:
+    """Ours among these, or among the children of one of them."""
+    for connector in connectors:
+        if isinstance(connector, FerryConnector):
+            return connector
+        if found := _among(getattr(connector, "sub_connectors", [])):
+            return found
+    return None

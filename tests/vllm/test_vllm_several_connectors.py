@@ -1,0 +1,58 @@
+"""kvferry's connector among several: found by its name and in the worker, and never hidden in silence."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="needs vLLM's own environment")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
+    importlib.import_module("vllm.v1.worker.utils")
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+import kvferry.connectors.vllm as connectors
+from kvferry.connectors.vllm import extension
+from kvferry.connectors.vllm.metadata import RankAddress
+from kvferry.errors import ConfigurationError
+
+RANK = RankAddress("tcp://127.0.0.1:7001", "epoch")
+
+
+@pytest.fixture
+def ours():
+    return object.__new__(connectors.FerryConnector)
+
+
+def test_whoever_imports_it_can_find_it_by_its_name():
+    assert KVConnectorFactory.get_connector_class_by_name("FerryConnector") is connectors.FerryConnector
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_it_is_found_among_the_children_of_others(monkeypatch, ours, depth):
+    found = ours
+    for _ in range(depth):
+        found = SimpleNamespace(sub_connectors=[SimpleNamespace(), found])
+    monkeypatch.setattr(extension, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(extension, "get_kv_transfer_group", lambda: found)
+    assert extension._ours() is ours
+
+
+def test_it_is_not_found_where_it_is_not(monkeypatch):
+    monkeypatch.setattr(extension, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(extension, "get_kv_transfer_group", lambda: SimpleNamespace(sub_connectors=[object()]))
+    assert extension._ours() is None
+
+
+def test_ranks_that_another_connector_hides_end_the_start(ours):
+    told = []
+    ours._schedulers = [SimpleNamespace(set_ranks=told.append)]
+    ours.set_xfer_handshake_metadata_pp_aware({(0, 0): RANK})
+    assert told == [(RANK,)]
+    with pytest.raises(ConfigurationError, match="another connector hides"):
+        ours.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
