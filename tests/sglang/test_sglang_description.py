@@ -246,13 +246,13 @@ class TestWindows:
 class TestIndexer:
     """The keys of a sparse-attention indexer, and their scales behind them in the same page."""
 
-    def pool(self, kpool=1):
+    def pool(self, kpool=1, page_size=64):
         import torch
         from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
         return DSATokenToKVPool(
             size=NUM_PAGES * 64,
-            page_size=64 * kpool,
+            page_size=page_size,
             kv_lora_rank=LATENT_DIM - 8,
             dtype=torch.bfloat16,
             qk_rope_head_dim=8,
@@ -290,7 +290,14 @@ class TestIndexer:
 
     def test_a_key_for_several_tokens_is_refused(self):
         with pytest.raises(LayoutError, match="not kept token by token"):
-            described(self.pool(kpool=2))
+            described(self.pool_of_two())
+
+    def pool_of_two(self):
+        """Some versions of SGLang want a page of 64 tokens, others one of 64 keys."""
+        try:
+            return self.pool(kpool=2, page_size=128)
+        except AssertionError:
+            return self.pool(kpool=2)
 
 
 class TestStates:

@@ -86,8 +86,10 @@ def _part(rows: Rows, name: str, tensor: torch.Tensor, axes: tuple[Axis, ...], s
 def _index_keys(rows: Rows) -> Iterator[Part]:
     """Of a sparse-attention indexer: a page has the keys of its tokens one after another, and then their scales."""
     pool = rows.pool
-    if pool.index_page_size != pool.page_size:
-        found = f"{pool.index_page_size} keys to a page of {pool.page_size} tokens"
+    # Some versions of SGLang always have as many keys to a page as tokens, whatever a key is for.
+    num_keys = int(getattr(pool, "index_page_size", pool.page_size))
+    if pool.index_kpool != 1 or num_keys != pool.page_size:
+        found = f"a key for {pool.index_kpool} tokens, {num_keys} keys to a page of {pool.page_size} tokens"
         raise unsupported("keys of the indexer are not kept token by token", found)
     for layer, pages in zip(rows.layers, pool.index_k_with_scale_buffer, strict=True):
         # A layer that uses the choice of the one before it has no keys of its own.
