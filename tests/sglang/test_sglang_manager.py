@@ -49,7 +49,10 @@ class Scene:
         )
         plain = SimpleNamespace(is_none=lambda: True)
         self.scheduler = SimpleNamespace(model_config=model, spec_algorithm=plain, sliding_window_size=None)
-        self.transfers = SimpleNamespace(enable_deferred_kv_release=True, deferred_kv_release_timeout=30.0)
+        one_rank = SimpleNamespace(size=lambda: 1)
+        self.transfers = SimpleNamespace(
+            enable_deferred_kv_release=True, deferred_kv_release_timeout=30.0, gloo_group=one_rank
+        )
         self.queue = SimpleNamespace(
             metadata_buffers="rows", scheduler=self.scheduler, token_to_kv_pool=pool, transfer_queue=self.transfers
         )
@@ -277,6 +280,19 @@ class TestFailedRequests:
         assert not made.is_abort_release_safe(7, 1)
         made.forget(7, second)
         assert made.is_abort_release_safe(7, 1)
+
+    @pytest.mark.parametrize("is_elsewhere", [True, False])
+    def test_where_sglang_asks_each_rank_alone_all_of_them_answer_the_same(
+        self, scene, sglang, monkeypatch, is_elsewhere
+    ):
+        monkeypatch.setattr(sglang.manager, "ranks_to_agree", lambda transfers: "ranks")
+        monkeypatch.setattr(sglang.manager, "on_all_ranks", lambda is_so, ranks: is_so and is_elsewhere)
+        made, writing = scene.manager("decode"), SimpleNamespace(is_over=False)
+        made.register(7, writing)
+        assert made.is_agreed
+        assert not made.is_abort_release_safe(7, 1)
+        writing.is_over = True
+        assert made.is_abort_release_safe(7, 1) is is_elsewhere
 
     def test_pages_that_are_free_are_nobodys(self, made):
         writing = SimpleNamespace(is_over=False)

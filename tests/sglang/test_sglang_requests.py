@@ -407,6 +407,14 @@ class TestReceiver:
         receiver.ensure_abort_notified(force_arm=True)
         assert not receiver.abort_notified
 
+    def test_where_ranks_agree_on_when_pages_are_free_each_of_them_holds_them(self, new_receiver, manager, rank):
+        manager._ranks_to_agree = "ranks"
+        receiver = started(new_receiver, rank)
+        rank.fetches[0].is_over = True
+        receiver.ensure_abort_notified(force_arm=True)
+        assert receiver.abort_notified
+        assert ("abort", "q0") not in rank.said
+
     def test_a_room_is_safe_when_its_own_request_is_over(self, sglang, new_receiver, manager, rank):
         """Also where a client uses the room again."""
         first = started(new_receiver, rank)

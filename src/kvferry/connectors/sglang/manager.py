@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from inspect import signature
 from math import inf
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -20,6 +17,7 @@ from kvferry.connectors.sglang.description.describe import RankFacts, describe
 from kvferry.connectors.sglang.description.tables import Tables
 from kvferry.connectors.sglang.rank import Rank, Ranks
 from kvferry.connectors.sglang.settings import settings_from
+from kvferry.connectors.sglang.versions import idleness_of, on_all_ranks, ranks_to_agree
 from kvferry.devices import cache_device
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.options import staging_memory_named
@@ -58,6 +56,8 @@ class FerryManager(BaseKVManager):
 
     # Where one rank fails, SGLang holds the pages of the request on every rank until each rank's own fetch is over.
     enable_deferred_decode_kv_release = True
+    # The ranks that free those pages together, where SGLang leaves that to us.
+    _ranks_to_agree: Any = None
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
@@ -84,11 +84,12 @@ class FerryManager(BaseKVManager):
         self.cache = self.rank.cache_name
         # Requests that wait for nothing but a transfer, in their order. SGLang may drop one without a word.
         self._waiting = WeakKeyDictionary[object, None]()
-        self._is_idle = _idleness_of(queue.scheduler)
+        self._is_idle = idleness_of(queue.scheduler)
         # The receiver of each room on this rank, for SGLang to ask after those that have failed.
         self._receivers: dict[int, Writing] = {}
         if not is_prefill:
             _hold_failed_pages(queue.transfer_queue)
+            self._ranks_to_agree = ranks_to_agree(queue.transfer_queue)
         # What SGLang reads of any manager.
         self.prefill_info_table = AnyPrefill()
         self.transfer_infos: dict[int, object] = {}
@@ -106,10 +107,17 @@ class FerryManager(BaseKVManager):
         """Digests are compared before a fetch is over, whatever the layouts."""
         return False
 
+    @property
+    def is_agreed(self) -> bool:
+        """Whether ranks agree here on when the pages of a failed request are free: then each of them has to hold it."""
+        return self._ranks_to_agree is not None
+
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether no ticket can write to the pages of a failed request on this rank any more."""
+        """Whether no ticket can write to the pages of a failed request on this rank any more; on any rank, where SGLang
+        asks nobody but this one."""
         receiver = self._receivers.get(bootstrap_room)
-        return receiver is None or receiver.is_over
+        is_safe = receiver is None or receiver.is_over
+        return on_all_ranks(is_safe, self._ranks_to_agree) if self.is_agreed else is_safe
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """SGLang has freed the pages of a failed request."""
@@ -176,14 +184,6 @@ def _facts(scheduler: Any) -> RankFacts:
         # SGLang counts the tokens before the one that sees them.
         (scheduler.sliding_window_size or 0) + 1,
     )
-
-
-def _idleness_of(scheduler: Any) -> Callable[[], bool]:
-    """How to ask whether SGLang computes nothing, whatever is transferred. One that cannot be asked always does."""
-    ask = getattr(scheduler, "is_fully_idle", None)
-    if ask is None or "for_health_check" not in signature(ask).parameters:
-        return lambda: False
-    return partial(ask, for_health_check=True)
 
 
 def _hold_failed_pages(transfer_queue: Any) -> None:

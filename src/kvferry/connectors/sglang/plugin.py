@@ -9,24 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib import import_module
-from inspect import signature
 from typing import Any
 
 from kvferry import WIRE_VERSION
 from kvferry.connectors.sglang.construction import note_queue, note_request
 from kvferry.connectors.sglang.settings import settings_from
+from kvferry.connectors.sglang.versions import TESTED, check_calls
 from kvferry.errors import ConfigurationError
 
 NAME = "kvferry"
-TESTED = "0.5.23"
 _UTILS = "sglang.srt.disaggregation.utils"
-_INFO = "sglang.srt.utils.common"
 _PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 _DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
 """A scheduler's, of which it has the one of its mode."""
-_CACHE = "kvferry_cache"
 _MAKERS = (
     (_PREFILL, "_init_kv_manager"),
     (_DECODE, "_init_kv_manager"),
@@ -89,16 +86,14 @@ def _register() -> None:
 
     for queue, method in _MAKERS:
         _check_method(queue, method)
-    _check_sender()
+    check_calls(_classes().values())
     _add_member(TransferBackend)
     HookRegistry.register(f"{_UTILS}.get_kv_class", _class_of, HookType.AROUND)
     for queue, method in _MAKERS:
         note = note_queue if method == "_init_kv_manager" else note_request
         HookRegistry.register(f"{queue}.{method}", note, HookType.AROUND)
     # A router can do without.
-    if hasattr(import_module(_INFO), "build_server_info"):
-        HookRegistry.register(f"{_INFO}.build_server_info", introduce, HookType.AFTER)
-        HookRegistry.register(f"{_SCHEDULER}.get_init_info", name_cache, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.get_init_info", introduce, HookType.AFTER)
     if NAME not in DISAGG_TRANSFER_BACKEND_CHOICES:
         add_disagg_transfer_backend_choices([NAME])
 
@@ -106,14 +101,6 @@ def _register() -> None:
 def _check_method(queue: str, method: str) -> None:
     module, _, name = queue.rpartition(".")
     getattr(getattr(import_module(module), name), method)
-
-
-def _check_sender() -> None:
-    """Earlier versions do not say how many tokens they send."""
-    from sglang.srt.disaggregation.base.conn import BaseKVSender
-
-    if "num_kv_tokens" not in signature(BaseKVSender.send).parameters:
-        raise AttributeError("BaseKVSender.send has no parameter num_kv_tokens")
 
 
 def _add_member(backends: Any) -> None:
@@ -128,27 +115,24 @@ def _add_member(backends: Any) -> None:
     backends._value2member_map_[NAME] = member
 
 
-def name_cache(told: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    """What a scheduler process tells that of the HTTP server when it is ready: the name of what its pool keeps."""
+def introduce(told: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """What a scheduler process tells that of the HTTP server when it is ready, and that `/server_info`. A router learns
+    from it where a prefill is reached, which agents understand it, and which engines keep the same of a request."""
     queues = (getattr(scheduler, queue, None) for queue in _QUEUES)
     found = (getattr(getattr(queue, "kv_manager", None), "cache", "") for queue in queues)
     name = next(filter(None, found), "")
-    return {**told, _CACHE: name} if name else told
-
-
-def introduce(told: dict[str, Any], *_: object) -> dict[str, Any]:
-    """What `/server_info` tells a router besides the options of SGLang: where a prefill is reached, which agents
-    understand it, and which engines keep the same of a request."""
-    if told.get("disaggregation_transfer_backend") != NAME:
-        return told
-    others = {name: value for name, value in told.items() if name != _CACHE}
-    backend = {"host": settings_from(os.environ).host, "wire_version": str(WIRE_VERSION), "cache": told.get(_CACHE, "")}
-    return {**others, NAME: backend}
+    backend = {"host": settings_from(os.environ).host, "wire_version": str(WIRE_VERSION), "cache": name}
+    return {**told, NAME: backend} if name else told
 
 
 def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
     if transfer_backend.value != NAME or class_type.value == "kvargs":
         return original(transfer_backend, class_type)
+    return _classes()[class_type.value]
+
+
+def _classes() -> dict[str, type]:
+    """Ours, by SGLang's words for them."""
     from kvferry.connectors.sglang.manager import FerryBootstrapServer, FerryManager
     from kvferry.connectors.sglang.receiver import FerryReceiver
     from kvferry.connectors.sglang.sender import FerrySender
@@ -158,4 +142,4 @@ def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: A
         "sender": FerrySender,
         "receiver": FerryReceiver,
         "bootstrap_server": FerryBootstrapServer,
-    }[class_type.value]
+    }

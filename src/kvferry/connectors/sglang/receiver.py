@@ -115,10 +115,12 @@ class FerryReceiver(BaseKVReceiver):
         self._decline()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Another rank has failed: end our part, and have SGLang hold the pages until it is over."""
-        if not self.is_over:
+        """A rank has failed: end our part, and have SGLang hold the pages until it is over; where all ranks have to
+        hold them equally long, also when it is over already."""
+        is_open = not self.is_over
+        if is_open:
             self.abort()
-            self.abort_notified = True
+        self.abort_notified = is_open or self.kv_mgr.is_agreed
 
     def clear(self) -> None:
         """SGLang forgets the request."""

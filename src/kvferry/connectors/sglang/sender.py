@@ -47,7 +47,11 @@ class FerrySender(BaseKVSender):
         bootstrap_addr: str,
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
+        *,
+        dest_tp_ranks: object = None,
+        pp_rank: object = None,
     ) -> None:
+        """Some versions of SGLang name ranks, which our agents find by themselves."""
         self.kv_mgr = mgr
         self.conclude_state: int | None = None
         self._request, self._room = request_being_made(), bootstrap_room
