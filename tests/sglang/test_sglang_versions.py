@@ -62,7 +62,7 @@ def test_one_that_calls_more_than_we_know_is_refused(sglang):
 
 def test_users_are_told_which_sglang_fits(sglang, monkeypatch):
     monkeypatch.delattr(sglang.receiver, "ensure_abort_notified")
-    with pytest.raises(ConfigurationError, match=r"does not fit this SGLang.*expected: SGLang 0\.5\.21"):
+    with pytest.raises(ConfigurationError, match=r"does not fit this SGLang.*expected: SGLang 0\.5\.21 to 0\.5\.23"):
         sglang.plugin.register()
 
 

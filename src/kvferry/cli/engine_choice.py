@@ -28,7 +28,7 @@ class OtherEngine:
 
 OTHER_ENGINES: Final = {
     "vllm": OtherEngine("vLLM", "0.32", "vllm serve"),
-    "sglang": OtherEngine("SGLang", "0.5.23", "sglang.launch_server"),
+    "sglang": OtherEngine("SGLang", "0.5.21 to 0.5.23", "sglang.launch_server"),
 }
 """By what `--engine` takes, which is the name of the package as well."""
 

@@ -10,10 +10,7 @@ from importlib import import_module
 from inspect import Parameter, isfunction, signature
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-TESTED = "0.5.21, 0.5.22 or 0.5.23"
+TESTED = "0.5.21 to 0.5.23"
 _CONN = "sglang.srt.disaggregation.base.conn"
 _DECODE = "sglang.srt.disaggregation.decode"
 _SMALLEST = "sglang.srt.disaggregation.fake.conn"
@@ -52,6 +49,10 @@ def ranks_to_agree(transfer_queue: Any) -> Any:
 
 def on_all_ranks(is_so: bool, group: Any) -> bool:
     """Whether it is so on every rank. All of them have to ask, in the same order."""
+    # `kvferry serve` reads this module too, in a process that needs no torch.
+    import torch
+    import torch.distributed as dist
+
     flag, options = torch.tensor([is_so], dtype=torch.int32), dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
     group.allreduce([flag], options).wait()
