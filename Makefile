@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Where no CPU build is at hand, a plain torch pulls gigabytes of CUDA: say which one you want with TORCH=…
 TORCH ?= torch==2.13.0
+# The version that the tests of SGLang run with: one of 0.5.21 to 0.5.23. Another one takes its place in .venv-sglang.
+SGLANG_VERSION ?= 0.5.23
 ARGS ?=
 FRAMES ?= 100000
 # Processes that run unit tests, and files of end-to-end tests, which start processes of their own, at a time.
@@ -60,8 +62,8 @@ fuzz: .venv/dev
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests/vllm -o faulthandler_timeout=600 -m "not full" $(ARGS)
 
-# Real SGLang processes on the CPU.
-test-sglang: .venv-sglang/ready
+# Real SGLang processes on the CPU; SGLANG_VERSION=0.5.22 tries an earlier one.
+test-sglang: .venv-sglang/ready-$(SGLANG_VERSION)
 	$(SGLANG_BIN)/python -m pytest tests/sglang -o faulthandler_timeout=600 $(ARGS)
 
 # Copies on devices: what this machine has, and Triton's interpreter; brings Triton, 290 MB.
@@ -117,13 +119,14 @@ environment = test -x $(1)/bin/python || { \
 	@$(VLLM_BIN)/python tests/vllm/name_vllm.py
 	@touch $@
 
-# SGLang in an environment of its own, without the CUDA wheels that its metadata asks for.
-.venv-sglang/ready: pyproject.toml tests/sglang/requirements.txt tests/sglang/constraints.txt
+# SGLang in an environment of its own, without the CUDA wheels that its metadata asks for. All versions take the same.
+.venv-sglang/ready-$(SGLANG_VERSION): pyproject.toml tests/sglang/requirements.txt tests/sglang/constraints.txt
 	@$(call environment,.venv-sglang)
-	@echo "installing SGLang into .venv-sglang (once; several minutes)" >&2
+	@echo "installing SGLang $(SGLANG_VERSION) into .venv-sglang (once; several minutes)" >&2
+	@rm -f .venv-sglang/ready-*
 	@$(SGLANG_BIN)/pip install --quiet $(TORCH) >&2
 	@$(SGLANG_BIN)/pip install --quiet -r tests/sglang/requirements.txt -c tests/sglang/constraints.txt >&2
-	@$(SGLANG_BIN)/pip install --quiet --no-deps sglang==0.5.23 sglang-router==0.3.2 xgrammar==0.2.7 triton==3.9.0 \
-		triton-kernels >&2
+	@$(SGLANG_BIN)/pip install --quiet --no-deps sglang==$(SGLANG_VERSION) sglang-router==0.3.2 xgrammar==0.2.7 \
+		triton==3.9.0 triton-kernels >&2
 	@$(SGLANG_BIN)/pip install --quiet --editable ".[engine,nixl]" -c tests/sglang/constraints.txt >&2
 	@touch $@
