@@ -203,6 +203,11 @@ def test_a_rank_has_its_own_heads_and_its_own_place_in_its_engine(scene, sglang,
             {"attn_dp_size": 2, "attn_dp_rank": 1, "tp_size": 4, "attn_tp_size": 2, "attn_tp_rank": 1},
             ((2, 3), 1, 4, 1, 2),
         ),
+        # Some versions call that data parallelism as well.
+        (
+            {"dp_size": 2, "attn_dp_size": 2, "attn_dp_rank": 1, "tp_size": 4, "attn_tp_size": 2, "attn_tp_rank": 1},
+            ((2, 3), 1, 4, 1, 2),
+        ),
         # In two stages each engine has a rank of each.
         (
             {"attn_dp_size": 2, "attn_dp_rank": 1, "tp_size": 2, "attn_tp_size": 1, "pp_size": 2, "pp_rank": 1},

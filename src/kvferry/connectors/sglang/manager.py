@@ -160,15 +160,15 @@ class FerryBootstrapServer(BaseKVBootstrapServer):
 
 
 def _ranks(parallel: Any) -> Ranks:
-    """Where this process is. With `dp_size` every engine has a group of its own; with `attn_dp_size` the ranks of all
-    engines are one group, in each stage those of one engine after those of another."""
+    """Where this process is. With `attn_dp_size` the ranks of all engines are one group, in each stage those of one
+    engine after those of another, and `dp_size` may say the same once more. With `dp_size` alone each has its own."""
     stages, in_stage, engines = parallel.pp_size, parallel.tp_size, parallel.attn_dp_size or 1
     width, number = in_stage // engines, parallel.attn_dp_rank if engines > 1 else 0
     members = tuple(stage * in_stage + number * width + rank for stage in range(stages) for rank in range(width))
     rank = parallel.pp_rank * width + parallel.attn_tp_rank
     group = parallel.world_group.cpu_group
-    if (replicas := parallel.dp_size or 1) > 1:
-        return Ranks(members, rank, stages * in_stage, group, parallel.dp_rank or 0, replicas)
+    if engines == 1 and (parallel.dp_size or 1) > 1:
+        number, engines = parallel.dp_rank or 0, parallel.dp_size
     return Ranks(members, rank, stages * in_stage, group, number, engines)
 
 
