@@ -584,6 +584,14 @@ def test_a_server_that_does_not_drain_is_as_ready_as_it_is_healthy(root):
     assert vllm.sent == WHOLE
 
 
+@pytest.mark.parametrize("answer", ["", "wrong_engine", "wrong_epoch"])
+def test_of_several_replicas_the_first_one_does_not_know_what_the_others_have_released(answer):
+    served = Vllm(workers=[answer], replicas=2)
+    served.ask("/kvferry/release", RELEASE_BODY)
+    assert served.answer == (200, {"released": None})
+    assert [method for method, _ in served.seen] == ["kvferry_release"]
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(
     ("facts", "code"), [({"epoch": "epoch"}, ""), ({}, "wrong_epoch"), ({"engine_id": "q"}, "wrong_engine")]

@@ -57,8 +57,9 @@ class Workers:
             raise ConfigurationError(what, found=f"{num_replicas(state)} replicas", expected="one replica")
         return EarlyFacts(facts["engine_id"], facts["epoch"], facts["key"], self._addresses)
 
-    async def release(self, state: Any, reference: Reference) -> bool:
-        """End a lease of this engine; whether there was one. A room's reference names no engine.
+    async def release(self, state: Any, reference: Reference) -> bool | None:
+        """End a lease of this engine; whether there was one. A room's reference names no engine. Of several replicas
+        each is told, and vLLM passes on what the first one answers: None where that says nothing of the others.
 
         Raises TransferError for another engine's or another process's, ConfigurationError, FerryError.
         """
@@ -70,6 +71,8 @@ class Workers:
         asked = (reference.engine_id, reference.epoch, reference.request_id, reference.lease_id)
         async with self._turn:
             answers = set(await _ask(state, "kvferry_release", asked))
+        if num_replicas(state) != 1 and RELEASED not in answers:
+            return None
         for reason in FOREIGN:
             if reason in answers:
                 raise _not_ours(reason)
