@@ -348,7 +348,7 @@ def test_media_outside_of_the_prompt_have_no_name():
 
 
 def test_an_input_that_a_later_vllm_adds_has_no_name(monkeypatch):
-    monkeypatch.setattr(prompts, "generate_block_hash_extra_keys", lambda *_: ((("token_types", "01"),), 0))
+    monkeypatch.setattr(prompts, "hash_inputs", lambda *_: [("token_types", "01")])
     with pytest.raises(RequestError, match="token_types"):
         Prompts().of(request(), SIZE)
 

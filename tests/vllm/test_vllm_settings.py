@@ -17,9 +17,11 @@ import msgspec
 import vllm
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvferry.connectors.vllm.connector import FerryConnector
-from kvferry.connectors.vllm.settings import check_version, settings_of
+from kvferry.connectors.vllm.features import check_version
+from kvferry.connectors.vllm.settings import settings_of
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes
 from kvferry.errors import ConfigurationError
@@ -159,16 +161,22 @@ def test_what_is_wrong_is_named(extra, word):
         settings(extra)
 
 
-@pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0", "nonsense"])
+@pytest.mark.parametrize("version", ["0.28.4", "0.34.0", "1.0", "nonsense"])
 def test_other_versions_of_vllm_are_refused(monkeypatch, version):
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(ConfigurationError, match="not supported"):
         check_version()
 
 
-def test_every_build_of_this_version_is_fine(monkeypatch):
-    for version in ("0.32.0", "0.32.1+cpu", "0.32.0.dev5+g1234"):
+def test_every_build_of_a_supported_version_is_fine(monkeypatch):
+    for version in ("0.29.0", "0.31.1", "0.32.0", "0.32.1+cpu", "0.32.0.dev5+g1234", "0.33.0"):
         monkeypatch.setattr(vllm, "__version__", version)
+        check_version()
+
+
+def test_a_version_that_lacks_something_is_refused_with_its_name(monkeypatch):
+    monkeypatch.delattr(KVConnectorBase_V1, "on_new_request")
+    with pytest.raises(ConfigurationError, match="it has no KVConnectorBase_V1"):
         check_version()
 
 

@@ -12,22 +12,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvferry import Reference
+from kvferry.connectors.vllm.description.groups import forgets
+from kvferry.connectors.vllm.features import CACHE_HIT_SOURCE, TransferResults, check_caches, check_version
 from kvferry.connectors.vllm.metadata import Orders, RankAddress
 from kvferry.connectors.vllm.scheduler.prompts import prompts_of
 from kvferry.connectors.vllm.scheduler.scheduler import Scheduler
-from kvferry.connectors.vllm.settings import check_version, settings_of, speak_like_vllm
+from kvferry.connectors.vllm.settings import settings_of, speak_like_vllm
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm.worker.worker import Worker
 from kvferry.errors import ConfigurationError
@@ -41,13 +41,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     are not supported.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = CACHE_HIT_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         check_version()
         speak_like_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         settings = settings_of(vllm_config)
+        check_caches(vllm_config, forgets(kv_cache_config))
         reach = Reach.ANY_HOST if settings.agent.token else Reach.THIS_HOST
         is_scheduler = role == KVConnectorRole.SCHEDULER
         prompts = [prompts_of(vllm_config)] if is_scheduler else []
@@ -140,6 +141,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.layer_ended(layer_name)
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Who sleeps gives away the memory that others read; see `settings_of`."""
+        return False
+
+    @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Nobody is called in the middle of a whole graph."""
         return extra_config.get("layer_wise") is True
@@ -147,8 +153,17 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Nothing: the cache is read where it lies."""
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         return self._worker.results()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The question of a vLLM that does not ask `get_transfer_results`; the next one follows at once."""
+        results = self._worker.results()
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Nothing where vLLM is told which requests have failed."""
+        return self._worker.failed_blocks()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Asked in the scheduler as well: it says what was declined."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-import vllm
 import vllm.envs
 from msgspec import Meta
 from vllm.config import VllmConfig
 
 from kvferry import AgentConfig, DigestPolicy, read_token
 from kvferry.connectors.timing import timing_of
+from kvferry.connectors.vllm.features import returns_routed_experts
 from kvferry.errors import ConfigurationError
 from kvferry.options import (
     STAGING_BYTES,
@@ -26,8 +26,6 @@ from kvferry.options import (
 )
 
 logger = logging.getLogger(__name__)
-
-OLDEST, NEWEST = (0, 32), (0, 32)
 
 
 class IgnoredKeys(msgspec.Struct):
@@ -70,19 +68,6 @@ class Settings:
     staging_memory: StagingMemory = StagingMemory.HOST
     is_loss_fatal: bool = False
     layer_wise: bool = False
-
-
-def check_version() -> None:
-    """Raises ConfigurationError for a vLLM whose connector interface we have not been tested with."""
-    words = vllm.__version__.split("+", 1)[0].split(".")
-    found = tuple(int(word) if word.isdecimal() else 0 for word in words[:2])
-    if not OLDEST <= found <= NEWEST:
-        raise ConfigurationError(
-            "this vLLM's connector interface is not supported",
-            found=vllm.__version__,
-            expected=f"a version from {_words(OLDEST)} to {_words(NEWEST)}",
-            hint="install another vLLM, or a kvferry that supports this one",
-        )
 
 
 def speak_like_vllm() -> None:
@@ -157,7 +142,7 @@ def _check_layer_wise(extra: ExtraConfig, config: VllmConfig) -> None:
 
 def _check_outputs(config: VllmConfig) -> None:
     """vLLM refuses this for the connectors that it knows by name."""
-    if config.aux_output_config.enable_return_routed_experts:
+    if returns_routed_experts(config):
         raise ConfigurationError(
             "routed experts cannot be returned: those of a prompt exist only where it was computed",
             found="--enable-return-routed-experts",
@@ -182,7 +167,3 @@ def _port(extra: ExtraConfig, config: VllmConfig) -> int:
         port = vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT if vllm.envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT") else 0
     ranks_per_engine = config.parallel_config.world_size
     return port + config.parallel_config.data_parallel_index * ranks_per_engine if port else 0
-
-
-def _words(version: tuple[int, ...]) -> str:
-    return ".".join(str(number) for number in version)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvferry.connectors.vllm.description.cpu_block_layout import Affine, Tile, probe
 from kvferry.connectors.vllm.description.parts import Cache, Part, Parts, cache_item, dtype_word, unsupported
+from kvferry.connectors.vllm.features import is_divided_by_tokens, is_indexer
 from kvferry.layout import UNSHARED, Axis, CacheGroup, Span, State, TokenShare, shares
 
 _PLAIN = frozenset({"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})
@@ -45,7 +46,7 @@ def latent_parts(cache: Cache) -> Parts:
         raise unsupported(
             cache.layer, spec, "kvferry does not know how its rows are packed", found=str(spec.model_version)
         )
-    if getattr(spec, "cache_role", None) == SparseCacheRole.INDEXER:
+    if is_indexer(spec, cache.facts.backend):
         # Values of a block come first, its scales behind them, in an order that depends on the device.
         return _whole(replace(cache, prefix=f"{cache.prefix}.indexer"), _limits(cache))
     item = cache_item(cache)
@@ -111,7 +112,7 @@ def _group(cache: Cache) -> CacheGroup:
 
 def _share(cache: Cache) -> TokenShare:
     engine = cache.engine
-    if not cache.spec.dcp_sharded or engine.context_parallel == 1:
+    if not is_divided_by_tokens(cache.spec) or engine.context_parallel == 1:
         return UNSHARED
     return TokenShare(engine.context_parallel, engine.context_rank, engine.run_tokens)
 

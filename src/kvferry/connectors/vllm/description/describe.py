@@ -24,6 +24,7 @@ from kvferry.connectors.vllm.description.facts import EngineFacts, LayerFacts, e
 from kvferry.connectors.vllm.description.groups import GroupFacts
 from kvferry.connectors.vllm.description.parts import Cache, Part, Parts, unsupported
 from kvferry.connectors.vllm.description.recurrent import recurrent_parts
+from kvferry.connectors.vllm.features import is_in_device_memory
 from kvferry.errors import LayoutError
 from kvferry.layout import CacheGroup, Layout, Placement, Region, State, TokenRange
 
@@ -114,7 +115,7 @@ def _caches(
             if layer not in spec.kv_cache_specs:
                 continue
             spec = spec.kv_cache_specs[layer]
-        if group.host_resident or not spec.has_layer_views:
+        if not is_in_device_memory(group, spec):
             raise unsupported(layer, spec, "it lies in another kind of memory")
         if layer not in kv_caches:
             raise LayoutError(f"vLLM has not registered the cache of layer {layer}", found=", ".join(kv_caches))

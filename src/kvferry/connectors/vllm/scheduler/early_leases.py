@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 
 from kvferry import Reason
 from kvferry.connectors.early_lease import Promise, unsealed
+from kvferry.connectors.vllm.features import blocks_of
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, Orders, PromiseOrder, Tables
 from kvferry.connectors.vllm.scheduler.first_token import first_token_of
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
@@ -149,7 +150,7 @@ class Promised:
         state, num_tokens = output.kv_connector_block_state, min(num_computed, prefill.growing)
         if state is None or num_tokens <= prefill.num_told:
             return
-        blocks = state.get_block_ids(request_id)
+        blocks = blocks_of(state, request_id)
         if blocks is not None:
             prefill.num_told = num_tokens
             orders.growths.append(GrowthOrder(prefill.promise.name, self._tables(blocks), num_tokens))

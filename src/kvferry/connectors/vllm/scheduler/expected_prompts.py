@@ -6,6 +6,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvferry import Prompt, Reason
+from kvferry.connectors.vllm.features import scores_prompt_tokens
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.connectors.vllm.scheduler.skipped_transfers import Declined
 from kvferry.errors import RequestError
@@ -49,4 +50,4 @@ class Expected:
 def _needs_prompt_logits(sampling: SamplingParams | None) -> bool:
     if sampling is None:
         return False
-    return needs_prompt_logits(sampling.prompt_logprobs) or sampling.prompt_logprob_token_ids is not None
+    return needs_prompt_logits(sampling.prompt_logprobs) or scores_prompt_tokens(sampling)

@@ -17,10 +17,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import Request
 
 from kvferry import TOKEN_BYTES, Prompt, PromptInput
+from kvferry.connectors.vllm.features import hash_inputs
 from kvferry.connectors.vllm.scheduler.adapters import AdapterFiles, AdapterNumbers, tell_of_loads
 from kvferry.errors import RequestError
 
@@ -119,10 +119,10 @@ class Prompts:
         self._adapters.close()
 
     def _inputs(self, request: Request, num_tokens: int) -> Iterator[PromptInput]:
-        keys, _ = generate_block_hash_extra_keys(_WithoutEmbeddings(request), 0, num_tokens, 0)
-        media = [key for key in keys or () if key[0] == "mm"]
+        keys = hash_inputs(_WithoutEmbeddings(request), num_tokens)
+        media = [key for key in keys if key[0] == "mm"]
         yield from self._media(request, num_tokens, media)
-        for key in keys or ():
+        for key in keys:
             match key:
                 case ("mm", *_):
                     continue

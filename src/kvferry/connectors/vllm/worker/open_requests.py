@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
 from kvferry import BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded, Notice
+from kvferry.connectors.vllm.features import FAILS_BY_BLOCKS, TransferResults
 from kvferry.connectors.vllm.metadata import EndOrder, FetchOrder, LeaseOrder, PromiseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, names_of
@@ -28,13 +27,14 @@ class OpenRequests:
     def __init__(self, is_loss_fatal: bool = False) -> None:
         self._is_loss_fatal = is_loss_fatal
         self.has_stopped = False
-        self._results = KVConnectorTransferResults()
+        self._results = TransferResults()
         self._stats = FerryStats()
         self._leased: dict[str, LeaseOrder] = {}
         # The leases of requests that vLLM still computes.
         self._promised: dict[str, str] = {}
         self._fetching: dict[str, FetchOrder] = {}
         self._failed: set[str] = set()
+        self._lost: list[FetchOrder] = []
         self._met: set[tuple[str, str]] = set()
 
     def lease(self, order: LeaseOrder) -> str:
@@ -75,8 +75,8 @@ class OpenRequests:
         self._fetching.pop(agent_name(order.request_id), None)
         if order.is_waited_for:
             self._warn(order, reason, why)
-            self._results.failed_recving.add(order.request_id)
             self._results.finished_recving.add(order.request_id)
+            self._lose(order)
 
     @property
     def num_open(self) -> int:
@@ -100,10 +100,15 @@ class OpenRequests:
         """Whether a fetch of this request is expected to end."""
         return agent_name(request_id) in self._fetching
 
-    def take_results(self) -> KVConnectorTransferResults:
+    def take_results(self) -> TransferResults:
         """Every request that has ended since the last call, exactly once."""
-        results, self._results = self._results, KVConnectorTransferResults()
+        results, self._results = self._results, TransferResults()
         return results
+
+    def take_lost(self) -> list[FetchOrder]:
+        """The fetches that have failed since the last call, for a vLLM that is told of their blocks."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def take_stats(self) -> FerryStats:
         """What happened since the last call."""
@@ -167,7 +172,13 @@ class OpenRequests:
         self._failed.discard(name)
         if order is not None and order.is_waited_for:
             self._results.finished_recving.add(order.request_id)
-            self._results.failed_recving |= {order.request_id} if failed else set()
+            if failed:
+                self._lose(order)
+
+    def _lose(self, order: FetchOrder) -> None:
+        self._results.failed_recving.add(order.request_id)
+        if FAILS_BY_BLOCKS:
+            self._lost.append(order)
 
     def stopped(self, written: Collection[str]) -> None:
         """The agent has: everything that is open ends here, but for those (the agent's names) to whose blocks a source

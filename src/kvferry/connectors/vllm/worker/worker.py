@@ -19,7 +19,6 @@ from functools import partial
 import torch
 import vllm
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry import (
@@ -41,6 +40,7 @@ from kvferry.connectors.early_lease import new_key
 from kvferry.connectors.timing import SWITCH_S
 from kvferry.connectors.vllm.description.describe import Described, describe, engine_facts
 from kvferry.connectors.vllm.description.groups import may_grow
+from kvferry.connectors.vllm.features import TransferResults, block_tokens, failed_blocks
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats, Moved
@@ -270,7 +270,7 @@ class Worker:
 
     # --- what has ended ---
 
-    def results(self) -> KVConnectorTransferResults:
+    def results(self) -> TransferResults:
         """Every request whose transfer has ended since the last call, exactly once.
 
         In a step that computes nothing a transfer that is under way has a moment to end.
@@ -284,6 +284,12 @@ class Worker:
             ours.early_prefills.look()
             ours.deferred.look()
         return self._open.take_results()
+
+    def failed_blocks(self) -> set[int]:
+        """The blocks of fetches that have failed, where vLLM is told of these: its caches are one group there."""
+        lost = self._open.take_lost()
+        size = block_tokens(self._config, self._kv_cache_config) if lost else 1
+        return {block for order in lost for block in failed_blocks(order.block_tables, order.ranges[0].first, size)}
 
     def _note(self, notice: Notice) -> None:
         if isinstance(notice, AgentStopped):
