@@ -60,7 +60,11 @@ def step(computes=(), preempted=(), blocks=BLOCKS, is_first=False):
     output.scheduled_new_reqs, output.scheduled_cached_reqs = new, cached
     output.num_scheduled_tokens = {request_id: num for request_id, _, num in computes}
     output.preempted_req_ids = set(preempted)
-    output.kv_connector_block_state = KVConnectorBlockState(set(output.num_scheduled_tokens), lambda _: blocks, {})
+    names = set(output.num_scheduled_tokens)
+    # vLLM 0.29 lists what later ones look up.
+    is_asked = hasattr(KVConnectorBlockState, "get_block_ids")
+    told = (names, lambda _: blocks, {}) if is_asked else (dict.fromkeys(names, blocks), {})
+    output.kv_connector_block_state = KVConnectorBlockState(*told)
     return output
 
 

@@ -322,7 +322,12 @@ def test_a_prompt_without_a_name_is_not_offered():
     assert declined(made) == ([["source", "unnamed_prompt"]], [])
 
 
-@pytest.mark.parametrize("asks", [{"prompt_logprobs": 0}, {"prompt_logprob_token_ids": [[1, 2]]}])
+SCORES = pytest.mark.skipif(not hasattr(SamplingParams, "prompt_logprob_token_ids"), reason="since vLLM 0.31")
+
+
+@pytest.mark.parametrize(
+    "asks", [{"prompt_logprobs": 0}, pytest.param({"prompt_logprob_token_ids": [[1, 2]]}, marks=SCORES)]
+)
 def test_an_answer_that_tells_of_the_prompts_logits_is_computed_where_they_are(asks):
     made, sampling = scheduler(), SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": dict(PULL)}, **asks)
     asked = Request("cmpl-here", list(range(PROMPT)), sampling, None)

@@ -19,6 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvferry.agent.config import AgentConfig
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
+from kvferry.connectors.vllm.features import FAILS_BY_BLOCKS
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, at_once
@@ -203,6 +204,7 @@ def test_orders_before_the_last_word_of_an_agent_that_has_died_end_once(rank):
     assert rank.told() == NOTHING
 
 
+@pytest.mark.skipif(FAILS_BY_BLOCKS, reason="since vLLM 0.30 it hears of requests")
 def test_one_rank_that_fails_fails_the_request_when_both_are_done(rank):
     both, aggregator = (rank, Rank()), KVOutputAggregator(2)
     for each in both:
