@@ -246,6 +246,21 @@ USED = {
     },
 }
 
+# What is reached through a module, or called with these words.
+REACHED = {
+    "vllm": {"__version__"},
+    "vllm.envs": {"VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "is_set"},
+    "vllm.v1.attention.backends.registry": {"GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV"},
+}
+CALLED = {
+    ("vllm._custom_ops", "cpu_attn_reshape_and_cache"): ("isa", "kv_cache_dtype"),
+    ("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys"): (
+        "start_token_idx",
+        "end_token_idx",
+        "start_mm_idx",
+    ),
+}
+
 in_every_source = pytest.mark.parametrize("source", SOURCES, ids=str)
 
 
@@ -317,6 +332,19 @@ def test_no_cache_says_what_is_unknown(source, kind):
 def test_what_is_read_of_vllms_objects_is_there(source, module, name):
     wanted = USED.get((module, name), set()) | set(NEEDED.get((module, name), ()))
     assert sorted(wanted - source.members(module, name)) == []
+
+
+@in_every_source
+@pytest.mark.parametrize("module", REACHED)
+def test_what_is_reached_through_a_module_is_there(source, module):
+    assert [name for name in sorted(REACHED[module]) if not source.has(module, name)] == []
+
+
+@in_every_source
+@pytest.mark.parametrize(("module", "name"), CALLED)
+def test_functions_take_our_words(source, module, name):
+    found = [one for one in source.module(module).body if getattr(one, "name", "") == name]
+    assert set(CALLED[module, name]) <= set(parameters(found[0]))
 
 
 @in_every_source
