@@ -150,7 +150,7 @@ def test_servers_say_who_they_are(pair, spec):
     told = [get(f"{server.url}/kvferry/info") for server in pair.servers]
     for one in told:
         assert (one["engine"], one["models"], one["wire_version"]) == ("vllm", ["tiny"], str(WIRE_VERSION))
-        assert one["version"].startswith("0.32")
+        assert one["version"].startswith("0.")
         assert one["version"] != __version__
     assert told[0]["cache"] == told[1]["cache"] != ""
     assert told[0]["epoch"] != told[1]["epoch"]

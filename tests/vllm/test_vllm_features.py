@@ -1,6 +1,8 @@
 """What differs between the versions of vLLM, played here with whichever is installed."""
 
 import importlib
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -121,3 +123,13 @@ def test_routed_experts_are_an_option_of_the_model_or_of_the_outputs(returned):
     assert features.returns_routed_experts(SimpleNamespace(model_config=options)) == returned
     later = SimpleNamespace(aux_output_config=options, model_config=SimpleNamespace())
     assert features.returns_routed_experts(later) == returned
+
+
+def test_a_vllm_without_something_that_is_imported_is_refused_when_the_connector_is():
+    gone = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats"
+    code = f"import sys; sys.modules[{gone!r}] = None; import kvferry.connectors.vllm"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    said = done.stderr.strip().splitlines()[-1]
+    assert "ConfigurationError: this vLLM's connector interface is not supported" in said
+    assert gone in said
