@@ -144,7 +144,7 @@ def to_params(
         "do_remote_decode": False,
         "remote_engine_id": reference.engine_id,
         "remote_request_id": reference.request_id,
-        "remote_block_ids": [list(table) for table in block_tables],
+        "remote_block_ids": [list(table) for table in block_tables] if any(block_tables) else [],
         "remote_host": first.hostname,
         "remote_port": first.port,
         "remote_num_tokens": num_tokens,

@@ -142,7 +142,8 @@ def offers(device: PretendedDevice | RealDevice) -> Offers:
 def sender(sender_class: Any, device: PretendedDevice | RealDevice, offers: Offers) -> Any:
     rows = SimpleNamespace(output_ids=torch.full((1, 16), FIRST.token_id))
     milestone = CacheDevice(device.device, device.device.type, device.device.type).milestone
-    manager = SimpleNamespace(rank=offers, metadata=rows, milestone=milestone, tables=PlainTables())
+    alone = SimpleNamespace(data_parallel_size=1, number=0)
+    manager = SimpleNamespace(rank=offers, metadata=rows, milestone=milestone, tables=PlainTables(), ranks=alone)
     manager.wait_while_idle = lambda sender: False
     asked = {"multimodal_inputs": None, "input_embeds": None, "return_sampling_mask": False, "return_logprob": False}
     request = SimpleNamespace(origin_input_ids=PROMPT, extra_key=None, cache_salt=None, **asked)
