@@ -21,6 +21,9 @@ class DoctorOptions:
         str, typer.Option(help="Device of the engine: cpu, cuda, rocm, xpu or tpu, if not the one found.")
     ] = ""
     buffer_device: Annotated[str, typer.Option(help="Memory to register: cpu, or the device.")] = ""
+    vllm_args: Annotated[
+        str, typer.Option(help="Arguments of a vllm serve with NixlConnector: print those for kvferry instead.")
+    ] = ""
     as_json: Json = False
 
 
@@ -30,6 +33,10 @@ def doctor(context: typer.Context, options: DoctorOptions) -> int:
 
     Exit code: 0, 1 with warnings, 2 with errors.
     """
+    if options.vllm_args:
+        from kvferry.cli.doctor import vllm_arguments
+
+        return vllm_arguments.tell(options.vllm_args, options.as_json)
     from kvferry.cli.doctor import report
 
     return report.doctor(replace(options, token_file=options.token_file or environment.token_file()))
