@@ -134,10 +134,10 @@ FAILS_BY_BLOCKS = not hasattr(base, "KVConnectorTransferResults")
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", _Results)
 
 
-def failed_blocks(tables: Tables, first: int, block_tokens: int) -> set[int]:
-    """The blocks into which the tokens from `first` on should have come. Those before are of vLLM's own prefix cache,
-    which other requests may be reading."""
-    return {block for table in tables for block in table[first // block_tokens :]}
+def failed_blocks(tables: Tables, first: int, size: int) -> set[int]:
+    """The blocks, of `size` tokens, into which the tokens from `first` on should have come. Those before are of vLLM's
+    own prefix cache, and other requests may be reading them."""
+    return {block for table in tables for block in table[first // size :]}
 
 
 def block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
