@@ -82,6 +82,7 @@ def test_what_kvferry_refuses_is_an_error(option):
         "--kv-transfer-config [1]",
         of({"kv_connector": "LMCacheConnectorV1"}),
         of({}),
+        of({**STOCK, "kv_connector_extra_config": 7}),
         of({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{"kv_connector": "A"}]}}),
         of({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [7]}}),
     ],
@@ -89,6 +90,26 @@ def test_what_kvferry_refuses_is_an_error(option):
 def test_arguments_that_say_nothing_of_it_are_refused(text):
     with pytest.raises(ConfigurationError):
         migrate(text)
+
+
+def test_the_outer_policy_of_several_connectors_is_kvferrys_too():
+    extra = {"connectors": [STOCK]}
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    found = migrate(of(config))
+    assert transfer_of(found)["kv_connector_extra_config"]["connectors"][0]["kv_load_failure_policy"] == "recompute"
+    assert found.findings == ()
+
+
+@pytest.mark.parametrize("sign", ["=", " "])
+def test_a_server_keeps_its_own_middleware_and_hears_of_a_class_in_the_way(sign):
+    words = shlex.split(f"--middleware{sign}my.Own --worker-extension-cls{sign}my.Class")
+    found = migrate(of({**STOCK, "kv_load_failure_policy": "fail"}, *words))
+    assert found.arguments[-2:] == ("--middleware", MIDDLEWARE)
+    assert (EXTENSION in found.arguments, [str(finding.severity) for finding in found.findings]) == (False, ["warning"])
 
 
 def test_what_is_printed_can_be_pasted():

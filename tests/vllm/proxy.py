@@ -9,7 +9,7 @@ from typing import Any
 
 from servers import Server
 
-__all__ = ["Question", "RefusedError", "ask", "ask_disaggregated", "decode", "prefill"]
+__all__ = ["Question", "RefusedError", "ask", "ask_disaggregated", "decode", "post_body", "prefill"]
 
 ANSWER_S = 300.0
 REMOTE_DECODE: dict[str, Any] = {
@@ -87,6 +87,11 @@ def ask_disaggregated(source: Server, target: Server, question: Question) -> Ans
 
 
 def _post(server: Server, question: Question, body: dict[str, Any]) -> Answer:
+    return _answer(post_body(server, question, body))
+
+
+def post_body(server: Server, question: Question, body: dict[str, Any]) -> Any:
+    """The whole answer to a body. Raises RefusedError."""
     connection = open_request(server, question, body)
     try:
         response = connection.getresponse()
@@ -95,7 +100,7 @@ def _post(server: Server, question: Question, body: dict[str, Any]) -> Answer:
         connection.close()
     if response.status != 200:
         raise RefusedError(response.status, text)
-    return _answer(json.loads(text))
+    return json.loads(text)
 
 
 def open_request(server: Server, question: Question, body: dict[str, Any]) -> http.client.HTTPConnection:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from answers import alone, loaded_tokens, prompts_of, wait_until_free
-from proxy import Question, RefusedError, open_request, prefill
+from proxy import Question, RefusedError, post_body, prefill
 from servers import PLAIN, Pair, Server, ServerSpec
 
 NUM_ANSWERS, SIZE = 3, 700
@@ -30,15 +29,7 @@ def ask_for(server: Server, question: Question, params: dict[str, Any] | None, *
     """The tokens of each answer."""
     body = question.body(question.num_tokens, params)
     body |= {"n": NUM_ANSWERS, "temperature": 0.7, "seed": 5, **more}
-    connection = open_request(server, question, body)
-    try:
-        response = connection.getresponse()
-        text = response.read().decode()
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise RefusedError(response.status, text)
-    return [choice["token_ids"] for choice in json.loads(text)["choices"]]
+    return [choice["token_ids"] for choice in post_body(server, question, body)["choices"]]
 
 
 def differ(answers: list[list[int]]) -> bool:

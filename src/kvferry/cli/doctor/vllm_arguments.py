@@ -30,7 +30,8 @@ REFUSED: Final = {
     "--enable-sleep-mode": "an engine that sleeps gives away the memory that others read its caches from",
     "--enable-return-routed-experts": "routed experts of a prompt exist only where it was computed",
 }
-OURS: Final = {"--middleware": MIDDLEWARE, "--worker-extension-cls": EXTENSION}
+CLASS_OPTION: Final = "--worker-extension-cls"
+POLICY: Final = "kv_load_failure_policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,13 @@ def migrate(text: str) -> Migration:
     new = _connector(config, findings)
     words = (*before, *after)
     findings += _refused(words)
-    added = [word for option, value in OURS.items() if option not in words for word in (option, value)]
+    # vLLM takes several middlewares, and one class.
+    added = [] if any(word.endswith(MIDDLEWARE) for word in words) else ["--middleware", MIDDLEWARE]
+    if not any(word.partition("=")[0] == CLASS_OPTION for word in words):
+        added += [CLASS_OPTION, EXTENSION]
+    elif not any(word.endswith(EXTENSION) for word in words):
+        what, hint = "this server has a worker extension of its own", f"let your class inherit from {EXTENSION}"
+        findings.append(Finding(Severity.WARNING, what, CLASS_OPTION, hint=hint))
     return Migration((*before, OPTION, json.dumps(new), *after, *added), tuple(findings))
 
 
@@ -111,9 +118,11 @@ def _object(text: str) -> dict[str, Any]:
 
 def _connector(config: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
     """The same connector, kvferry's in place of the stock one; of several, the one among them."""
-    name, extra = config.get("kv_connector"), config.get(EXTRA) or {}
+    name, extra = config.get("kv_connector"), _extra(config)
     if name == MULTI and isinstance(extra.get("connectors"), list):
-        children = [_child(child, findings) for child in extra["connectors"]]
+        # vLLM asks the outer configuration for it, and kvferry's connector its own.
+        policy = {POLICY: config[POLICY]} if POLICY in config else {}
+        children = [_child(child, policy, findings) for child in extra["connectors"]]
         # vLLM passes on what the first connector says of its ranks that says anything.
         children.sort(key=lambda child: child.get("kv_connector") != NAME)
         if not any(child.get("kv_connector") == NAME for child in children):
@@ -124,11 +133,18 @@ def _connector(config: dict[str, Any], findings: list[Finding]) -> dict[str, Any
     return _ours(config, findings)
 
 
-def _child(child: Any, findings: list[Finding]) -> dict[str, Any]:
+def _child(child: Any, policy: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
     if not isinstance(child, dict):
         what = f"the connectors of {MULTI} cannot be read"
         raise ConfigurationError(what, found=str(child), expected="a JSON object for each")
-    return _ours(child, findings) if child.get("kv_connector") in (STOCK, NAME) else child
+    return _ours({**policy, **child}, findings) if child.get("kv_connector") in (STOCK, NAME) else child
+
+
+def _extra(config: dict[str, Any]) -> dict[str, Any]:
+    extra = config.get(EXTRA) or {}
+    if not isinstance(extra, dict):
+        raise ConfigurationError(f"{EXTRA} cannot be read", found=str(extra), expected="a JSON object")
+    return extra
 
 
 def _no_stock(found: object) -> ConfigurationError:
@@ -137,9 +153,8 @@ def _no_stock(found: object) -> ConfigurationError:
 
 
 def _ours(config: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
-    extra = config.get(EXTRA) or {}
     kept = {}
-    for key, value in extra.items():
+    for key, value in _extra(config).items():
         if key in IgnoredKeys.__struct_fields__:
             findings.append(Finding(Severity.NOTE, f"{key} means nothing here: left out", json.dumps(value)))
         elif key in ExtraConfig.__struct_fields__:
@@ -153,10 +168,10 @@ def _ours(config: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         hint = "docs/vllm.md says what each key is"
         findings.append(Finding(Severity.ERROR, "a value that kvferry refuses", str(error), hint=hint))
-    if "kv_load_failure_policy" not in config:
+    if POLICY not in config:
         what = "a cache that does not arrive ends its request"
         hint = 'decide: "kv_load_failure_policy": "recompute" computes the prompt instead'
-        findings.append(Finding(Severity.NOTE, what, "kv_load_failure_policy is not given", "fail or recompute", hint))
+        findings.append(Finding(Severity.NOTE, what, f"{POLICY} is not given", "fail or recompute", hint))
     moved = {"kv_connector": NAME, MODULE_KEY: MODULE}
     return {**config, **moved, **({EXTRA: kept} if kept or EXTRA in config else {})}
 
