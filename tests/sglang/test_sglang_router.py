@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from asking import alone, first_logprobs, prompts_of
 from routed import completion, post, routing, stream, tokens_of, told
-from sglang_servers import PairSpec
+from sglang_servers import PairSpec, SideSpec
 
 from kvferry import WIRE_VERSION
 
 SPECS = [PairSpec("llama")]
 one_pair = pytest.mark.parametrize("spec", SPECS, ids=str)
+# Rooms lead to either of the two engines of the prefill server.
+with_several_engines = pytest.mark.parametrize("spec", [*SPECS, PairSpec("llama", SideSpec(dp=2))], ids=str)
 CHAT = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "What does the ferry carry across the river at night?"}],
@@ -28,14 +30,14 @@ def router(pair, tmp_path):
         yield router
 
 
-@one_pair
+@with_several_engines
 def test_a_server_says_where_its_backend_listens(pair, spec):
     prefill, decode = (told(f"{server.url}/server_info")["kvferry"] for server in pair.servers)
     assert prefill == {"host": "127.0.0.1", "wire_version": str(WIRE_VERSION), "cache": decode["cache"]}
     assert decode["cache"]
 
 
-@one_pair
+@with_several_engines
 def test_answers_are_the_whole_models(router, spec):
     for prompt in prompts_of((1, 16, 17, 300, 1500), seed=21):
         status, headers, answer = post(router, completion(prompt))

@@ -22,6 +22,7 @@ _UTILS = "sglang.srt.disaggregation.utils"
 _PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 _DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController"
 _QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
 """A scheduler's, of which it has the one of its mode."""
 _MAKERS = (
@@ -94,13 +95,23 @@ def _register() -> None:
         HookRegistry.register(f"{queue}.{method}", note, HookType.AROUND)
     # A router can do without.
     HookRegistry.register(f"{_SCHEDULER}.get_init_info", introduce, HookType.AFTER)
+    if _has_method(_CONTROLLER, "get_init_info"):
+        HookRegistry.register(f"{_CONTROLLER}.get_init_info", introduce_engines, HookType.AFTER)
     if NAME not in DISAGG_TRANSFER_BACKEND_CHOICES:
         add_disagg_transfer_backend_choices([NAME])
 
 
-def _check_method(queue: str, method: str) -> None:
-    module, _, name = queue.rpartition(".")
+def _check_method(owner: str, method: str) -> None:
+    module, _, name = owner.rpartition(".")
     getattr(getattr(import_module(module), name), method)
+
+
+def _has_method(owner: str, method: str) -> bool:
+    try:
+        _check_method(owner, method)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def _add_member(backends: Any) -> None:
@@ -123,6 +134,12 @@ def introduce(told: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     name = next(filter(None, found), "")
     backend = {"host": settings_from(os.environ).host, "wire_version": str(WIRE_VERSION), "cache": name}
     return {**told, NAME: backend} if name else told
+
+
+def introduce_engines(told: dict[str, Any], controller: Any) -> dict[str, Any]:
+    """The same of a server with data parallelism, whose engines keep the same: SGLang would pass nothing of it on."""
+    infos = getattr(controller, "_scheduler_init_infos", ())
+    return next(({**told, NAME: info[NAME]} for info in infos if NAME in info), told)
 
 
 def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
