@@ -102,6 +102,11 @@ def test_only_the_latest_places_are_remembered(engines, monkeypatch):
     for port in (1, 2, 3):
         engines.find(f"127.0.0.1:{port}")
     assert list(engines._lookups) == [("127.0.0.1:2", 0), ("127.0.0.1:3", 0)]
+    settled(engines, None)
+    engines.heard(Located("tcp://127.0.0.1:2", ENGINE))
+    engines.find("127.0.0.1:4")
+    # Nor is it known any more how many engines there are at a place that is forgotten.
+    assert (list(engines._lookups), engines._sizes) == ([("127.0.0.1:3", 0), ("127.0.0.1:4", 0)], {})
 
 
 def test_each_engine_of_a_server_with_data_parallelism_is_asked_for_once(engines, asked):

@@ -72,7 +72,7 @@ class PrefillEngines:
                     continue
                 lookup.engine = notice.engine
                 # Unless it was forgotten meanwhile.
-                if self._lookups.get((place, notice.number)) is lookup:
+                if (place, notice.number) in self._lookups:
                     self._sizes[place] = notice.data_parallel_size
                     self._remember((place, notice.number % notice.data_parallel_size), lookup)
 
