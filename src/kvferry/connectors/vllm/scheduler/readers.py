@@ -48,7 +48,7 @@ class Readers:
     def turn(self, request_id: str, prompt: Prompt) -> Turn:
         """What it does now. Of several prompts with one reference each tries by itself, and is told what is wrong."""
         for readers in self._of(request_id):
-            if prompt in readers.prompts and request_id != readers.fetching:
+            if prompt in readers.prompts:
                 return Turn.READ if readers.is_read else Turn.WAIT if readers.fetching else Turn.FETCH
         return Turn.FETCH
 
