@@ -155,6 +155,11 @@ def test_other_prompts_with_one_reference_each_try_by_themselves():
         made.on_new_request(each)
     made.allocated(first, TABLES, made.num_new_tokens(first, 0))
     assert made.num_new_tokens(other, 0) == PROMPT + 2
+    made.allocated(other, TABLES, PROMPT + 2)
+    # Whoever has the prompt of the first one still waits for that one.
+    sibling = request(dict(PULL), "2_cmpl-here")
+    made.on_new_request(sibling)
+    assert made.num_new_tokens(sibling, 0) is None
 
 
 def test_nothing_is_kept_of_requests_that_have_ended():
