@@ -160,6 +160,8 @@ def test_other_prompts_with_one_reference_each_try_by_themselves():
     sibling = request(dict(PULL), "2_cmpl-here")
     made.on_new_request(sibling)
     assert made.num_new_tokens(sibling, 0) is None
+    made.allocated(other, TABLES, 0)
+    assert made.num_new_tokens(sibling, 0) is None
 
 
 def test_nothing_is_kept_of_requests_that_have_ended():
