@@ -110,6 +110,9 @@ def test_what_the_prefix_cache_has_not_is_computed_and_counted():
     made.allocated(second, TABLES, 0)
     assert [fetch.is_waited_for for fetch in made.take_orders(is_idle=False).fetches] == [True]
     assert not made.take_stats().is_empty()
+    end(second, RequestStatus.FINISHED_LENGTH_CAPPED)
+    made.finished(second, TABLES)
+    assert made._readers._missing == {}
 
 
 def test_where_the_one_that_fetches_fails_another_one_tries():
