@@ -62,7 +62,8 @@ def test_without_a_prefix_cache_the_others_compute_the_prompt(pair: Pair, spec):
 def test_several_prompts_with_one_reference_are_refused_with_the_reason(pair: Pair, spec):
     ours, other = prompts_of((SIZE, SIZE))
     params = prefill(pair.prefill, ours).params
-    with pytest.raises(RefusedError, match=r"wrong_prompt|claimed") as refused:
+    # The two race: the cache is being read, or has been and is freed, or the wrong one of them is first.
+    with pytest.raises(RefusedError, match=r"wrong_prompt|claimed|expired") as refused:
         ask_for(pair.decode, replace(ours, request_id="two-prompts"), params, prompt=[[*ours.prompt], [*other.prompt]])
     assert refused.value.status == 502
     wait_until_free(pair.servers, FREE_S)
