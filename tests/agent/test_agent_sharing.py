@@ -22,7 +22,7 @@ def worth_sharing(monkeypatch):
     monkeypatch.setattr("kvferry.agent.transports.costs.SHARING_S", 1e-15)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
     # A busy machine may feign that one direction is slower.
-    monkeypatch.setattr("kvferry.agent.transports.costs.MUCH_SLOWER", 1e9)
+    monkeypatch.setattr("kvferry.transport.selection.measurement.FAR_SLOWER", 1e9)
 
 
 def moved(sources, targets):

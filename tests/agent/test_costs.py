@@ -42,6 +42,21 @@ def test_a_slow_moment_changes_nothing_about_what_is_cheaper(slowness, row_bytes
     assert cheapest(12 * SLOT, row_bytes, costs) == expected
 
 
+# Of one pair of processes, in GB/s and in GB/s of rows of 4 KiB, with nothing, two and six others on two cores.
+BUSY = [(4.19, 2.60), (3.06, 2.16), (2.93, 2.80), (0.47, 2.66), (3.01, 3.31), (2.36, 0.56), (1.18, 3.29), (1.64, 0.60)]
+
+
+@pytest.mark.parametrize("rates", BUSY, ids=str)
+@pytest.mark.parametrize(("carrier", "fan_in"), [("cma", 1.0), ("cma", 2.0), ("cma/memory", 1.0), ("cma/memory", 2.0)])
+def test_a_self_test_beside_busy_engines_changes_nothing_about_what_is_cheaper(rates, carrier, fan_in, monkeypatch):
+    """What was fastest in benchmarks/mixed_tp.py, with this carrier, when nothing else ran."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    found = Measurement("it", *rates, 4e-4, "", Rates(*rates, 4e-4), carriers=(carrier,))
+    costs = replace(costs_of(found, Place.SAME_HOST), fan_in=fan_in, rows_fan_in=fan_in)
+    chosen = [cheapest(12 * SLOT, row_bytes, costs) for row_bytes in (1024, 1536, 24 << 10, 32 << 10)]
+    assert chosen == [Strategy.PACK, Strategy.PACK, Strategy.DIRECT, Strategy.DIRECT]
+
+
 @pytest.mark.parametrize("num_cpus", [1, 2, 16])
 @pytest.mark.parametrize("fan_in", [1.0, 4.0])
 @pytest.mark.parametrize("row_bytes", [64, 256, 768, 4 << 10])
@@ -66,7 +81,7 @@ def test_where_the_wire_is_no_copy_its_rate_says_nothing_about_copies(place, car
 
 
 @pytest.mark.parametrize("carriers", [("cma/memory",), ("shm",), ("cma", "posix/memory")])
-@pytest.mark.parametrize("times", [0.6, 1.0, 1.9])
+@pytest.mark.parametrize("times", [0.2, 0.6, 1.0, 1.9, 5.0])
 def test_where_both_copy_both_can_at_once(carriers, times, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     found = measured(2.5, 2e-6, carriers)
@@ -89,7 +104,7 @@ def test_where_both_copy_both_can_at_once(carriers, times, monkeypatch):
         (("cma/memory", "cuda_ipc/cuda"), Place.SAME_HOST, Rates(2.5, 1.0, 1e-5)),
         (("tcp/lo",), Place.SAME_HOST, Rates(2.5, 1.0, 1e-5)),
         ((), Place.SAME_HOST, Rates(2.5, 1.0, 1e-5)),
-        (("cma/memory",), Place.SAME_HOST, Rates(0.5, 0.2, 1e-5)),
+        (("cma/memory",), Place.SAME_HOST, Rates(0.25, 0.1, 1e-5)),
         (("cma/memory",), Place.SAME_HOST, Rates(25.0, 10.0, 1e-5)),
         (("cma/memory",), Place.SAME_HOST, Rates(0.0, 0.0, 1e-5, "not allowed")),
         (("cma/memory",), Place.SAME_HOST, UNMEASURED),

@@ -15,6 +15,10 @@ from kvferry.transport.selection.self_test_steps import ROW_BYTES
 LEAST_ROW_S = 1e-9
 # On one host a gather is a copy in memory, like a transfer. Measured as a factor, on 2 cores over NIXL's cma.
 GATHER_PER_WIRE = 1.2
+# A row costs about as long as copying so many bytes: from, to. A page of the other process has to be found, and NIXL
+# makes a system call for each. Measured on quiet cores with rows of 1 to 1.5 KiB: 3.4 KB in ours, 13 in NIXL's. What a
+# self-test beside busy engines says lies between nothing and ten times that.
+COPIED_PER_ROW = {"cma": (2.5e3, 8e3), "cma/memory": (4e3, 24e3)}
 # Two cores that copy get on like one and a half: they share the memory.
 STAGES_PER_CORE = 0.75
 # A source plans its share and says when it is written, while it keeps a core from the target: below some milliseconds
@@ -28,8 +32,6 @@ STRIDED = "shm"
 # slot of a packed read this long beside its bytes: both fitted on an H200 (benchmarks/device_pair.py).
 DEVICE_ROW_S = 5.7e-6
 DEVICE_SLOT_S = 1e-3
-# Halves are of use only where they take about as long.
-MUCH_SLOWER = 2.0
 
 
 def costs_of(
@@ -38,9 +40,10 @@ def costs_of(
     """Of moving in a direction: a long row tells the rate, many short ones what each costs beside that.
 
     What a gather and a scatter cost is not measured. Between processes of one host, whose wire is a copy too, it
-    follows from that one's rate: so a moment at which everything is slow changes nothing about what is cheaper.
-    Elsewhere it is what they typically cost on a host. Where transports register a device's memory, the rate of the
-    wire stays that of the host's, which is the same for all strategies.
+    follows from that one's rate, and so do the bounds of what a row costs: a moment at which everything is slow, or
+    only some of it, changes nothing about what is cheaper. Elsewhere it is what they typically cost on a host. Where
+    transports register a device's memory, the rate of the wire stays that of the host's, which is the same for all
+    strategies.
     """
     rates = found.likely_rates(direction)
     long_s, short_s = (ROW_BYTES / rate / 1e9 for rate in (rates.gigabytes_per_s, rates.row_gigabytes_per_s))
@@ -80,15 +83,30 @@ def _on_one_host(found: Measurement, place: Place, costs: Costs) -> Costs:
         return costs
     copy_rate = GATHER_PER_WIRE * costs.wire_bytes_per_s
     num_at_once = max(1.0, min(NUM_STAGES, STAGES_PER_CORE * len(os.sched_getaffinity(0))))
-    copying = replace(costs, gather_bytes_per_s=copy_rate, scatter_bytes_per_s=copy_rate, num_at_once=num_at_once)
+    copying = replace(
+        costs,
+        row_s=_bounded(found, costs),
+        gather_bytes_per_s=copy_rate,
+        scatter_bytes_per_s=copy_rate,
+        num_at_once=num_at_once,
+    )
     if found.carriers == (STRIDED,):
         # Measured with rows of 4 KiB, which is too much for shorter ones; but not more than a gather of them takes.
         copying = replace(copying, copy_row_s=max(copying.copy_row_s, copying.row_s))
     return replace(copying, sharing_s=SHARING_S, gathers_into_peer=True) if _is_shareable(found) else copying
 
 
+def _bounded(found: Measurement, costs: Costs) -> float:
+    """What a row costs, as measured where that can be."""
+    row_s = costs.row_s
+    for least, most in (COPIED_PER_ROW[carrier] for carrier in found.carriers if carrier in COPIED_PER_ROW):
+        row_s = max(least / costs.wire_bytes_per_s, min(row_s, most / costs.wire_bytes_per_s))
+    return row_s
+
+
 def _is_shareable(found: Measurement) -> bool:
-    """Whether a source that writes and a target that reads get on with it side by side."""
+    """Whether a source that writes and a target that reads get on with it side by side. Processors copy as fast in
+    either direction: what a self-test says beside that, short of a direction that is barred, is the moment."""
     by_processors = bool(found.carriers) and all(carrier.startswith(COPYING) for carrier in found.carriers)
-    times = [found.times_slower(direction) for direction in Direction]
-    return by_processors and all(0.0 < each < MUCH_SLOWER for each in times)
+    is_known = all(found.times_slower(direction) for direction in Direction)
+    return by_processors and is_known and not found.is_asymmetric
