@@ -204,6 +204,6 @@ def dropped(endpoint: Endpoint) -> frozenset[str]:
 
 
 def dropped_before_first_token(endpoint: Endpoint) -> frozenset[str]:
-    """The fields that a prefill request leaves out whose token is the first one of the answer: it is drawn, and its
-    probabilities are told, as the client wants it."""
+    """The fields that a prefill request leaves out where its one token is the first of the answer, as in rooms: what
+    decides how that token is drawn, and what is told of it, stays."""
     return frozenset(name for name in dropped(endpoint) if fields_of(endpoint)[name].reason in (STREAM, RANK))

@@ -1,6 +1,7 @@
 """How long a session waits for what: the defaults.
 
-Engines give their own: vLLM's and SGLang's connectors let more heartbeats be missed, as a busy worker answers late.
+The connectors of vLLM and SGLang give others (`kvferry.connectors.timing`): 30 heartbeats may be missed, since a worker
+that computes answers late, so that a host that says nothing at all is lost after 30 s instead of 3.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ STALLED_LEASES = 20
 class Timing:
     """All deadlines, in seconds.
 
-    A computed lease ends `lease_s` after it was last renewed, one that grows `stalled_s` after it. A target renews
-    every `heartbeat_s` and takes a peer for lost after `missed_heartbeats` without any answer; it repeats an unanswered
-    message every `resend_s`. A claim that arrives before the engine has opened its lease waits `early_claim_s` for it.
-    A peer from which nothing has been fetched for `idle_peer_s` is forgotten. The lease of a request that waits in a
-    queue is renewed for at most `hold_s`; as long may a read hold slots while its source answers `Queued`. Bytes that
-    were in flight when a write of a peer ended badly, or the peer died, have landed or are lost after `fence_s`.
+    Two agents have to meet within `handshake_s`, and a read that makes no progress for `transfer_s` fails. A computed
+    lease ends `lease_s` after it was last renewed, one that grows `stalled_s` after its engine's last word. A target
+    renews every `heartbeat_s` and takes a peer for lost after `missed_heartbeats` without any answer; it repeats an
+    unanswered message every `resend_s`. A lease that has ended is remembered for `tombstone_s`, so that a late claim
+    is told why. A claim that arrives before the engine has opened its lease waits `early_claim_s` for it. A peer from
+    which nothing has been fetched for `idle_peer_s` is forgotten. The lease of a request that waits in a queue is
+    renewed for at most `hold_s`; as long may a read hold slots while its source answers `Queued`. Bytes that were in
+    flight when a write of a peer ended badly, or the peer died, have landed or are lost after `fence_s`.
     """
 
     lease_s: float = 30.0
@@ -36,8 +39,7 @@ class Timing:
 
     @property
     def stalled_s(self) -> float:
-        """How long a growing lease lasts without a word of its engine: one that gets no further for so long will
-        not."""
+        """How long a growing lease lasts without a word of its engine, which is then taken to have given it up."""
         return self.lease_s * STALLED_LEASES
 
     @property

@@ -1,7 +1,8 @@
 """Every transport between processes by its name. Opens those that this process can use, and says why not the others.
 
 A new transport is a folder beside this file and one line in `OPENERS`. Where its carriers copy with a processor, they
-are named in `kvferry.agent.transports.costs` as well, which prices them.
+are named in `kvferry.agent.transports.costs` as well, which prices them; where they stay on one host, in
+`kvferry.transport.selection.diagnosis`, which else takes them for a detour.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The messages of the control channel.
 
-A conversation has two steps. `Hello` and `Welcome` compare versions and identities; only then does the source send
-its `Offer` (layout and transports). A target that wants to be written to makes a `TargetOffer` of its own, which is
+A conversation has two steps. `Hello` and `Welcome` compare versions and identities; only then does the source send its
+`Offer` (layout and transports). A target that wants to be written to makes a `TargetOffer` of its own, which is
 answered with `Reached`. After that, per request: `Claim` → `Grant`, bytes move, `Landed` → `Valid`. A source that
-moves them itself says `Written`, and `Valid` unasked; one that moves a share of them says `Written` and is asked.
-Every request can be answered with a `Refusal`; every message may arrive twice.
+writes all bytes says `Written`, and then `Valid` without a `Landed`. One that writes a share of them says `Written`,
+and the target still says `Landed` when it has read the rest. Every request can be answered with a `Refusal`; every
+message may arrive twice.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ class TargetOffer(Struct, frozen=True, tag="target_offer", forbid_unknown_fields
 
 
 class Reached(Struct, frozen=True, tag="reached", forbid_unknown_fields=True):
-    """The source has connected to the target's memory; `choice` says over what, and why. Without a transport,
-    `reaches_staging` the slots that were offered as well."""
+    """The source has connected to the target's memory; `choice` says over what, and why. With `reaches_staging` it
+    can also gather straight into the target's slots, as in memory that both share; otherwise each slot is written."""
 
     transport: Name
     choice: Text
@@ -199,8 +200,8 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
 class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
     """The source lets the target read: one block table per cache group, for as long as the lease is renewed.
 
-    Where the source writes: it has begun. There are no tables then. Of a prompt that is still computed, so many tokens
-    are missing of what was claimed.
+    Where the source writes: it has begun. There are no tables then. `num_missing_tokens` of what was claimed are not
+    computed yet.
     """
 
     claim_id: Name
@@ -220,7 +221,7 @@ class Pack(Struct, frozen=True, tag="pack", forbid_unknown_fields=True):
 
 
 class Packed(Struct, frozen=True, tag="packed", forbid_unknown_fields=True):
-    """A slot has been written, and the lease was live all the time; so many tokens are still missing."""
+    """A slot has been written, and the lease was live all the time. `num_missing_tokens` are not computed yet."""
 
     claim_id: Name
     stretch: Count

@@ -127,8 +127,9 @@ def _add_member(backends: Any) -> None:
 
 
 def introduce(told: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    """What a scheduler process tells that of the HTTP server when it is ready, and that `/server_info`. A router learns
-    from it where a prefill is reached, which agents understand it, and which engines keep the same of a request."""
+    """Add what is kvferry's to what a scheduler process reports to the HTTP server, which shows it in `/server_info`.
+    A router learns from it where a prefill is reached, which agents understand it, and which engines keep the same of a
+    request."""
     queues = (getattr(scheduler, queue, None) for queue in _QUEUES)
     found = (getattr(getattr(queue, "kv_manager", None), "cache", "") for queue in queues)
     name = next(filter(None, found), "")

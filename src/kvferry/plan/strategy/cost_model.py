@@ -8,7 +8,8 @@ A transfer moves through up to three stages: gather, wire, scatter. Over a trans
     scatter = num_slots * launch_s + num_rows * copy_row_s + num_bytes / scatter_bytes_per_s
 
 While one slot is on the wire the next is gathered and the one before is scattered, so only the slowest stage is seen in
-full; of the others, what one slot takes. But no more than `num_at_once` stages get on at a time, for what they share:
+full; of the others, what one slot takes. But stages share cores and the memory, so that no more than `num_at_once` of
+them run at full speed at a time:
 
     seconds = latency_s + max(slowest + (sum of the others) / max(1, num_bytes / slot_bytes),
                               (sum of all) * fan_in / num_at_once, unless all three get on)
@@ -22,8 +23,9 @@ or memory, for all: as the slowest stage, scatter and bytes take as many times a
 but for pack, where each source writes. Gathers are made by each source for itself.
 
 Where copies are made by the processors of both ranks, sources can write a share of what moves directly while the target
-reads the rest. With `fan_out` targets that a source does that for at the same time, everybody is to copy as much: that
-takes `sharing_s * fan_in` on top, and of the wire `fan_out / (fan_in + fan_out)`, or `1 / num_at_once` if that is more.
+reads the rest. With `fan_out` targets that a source does that for at the same time, each side copies an equal part:
+that takes `sharing_s * fan_in` on top, and of the wire `fan_out / (fan_in + fan_out)`, or `1 / num_at_once` if that is
+more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How a read's bytes move: directly into their blocks or through staging memory, and who moves them.
 
-The cheapest of the strategies that are allowed; prices come with a peer, from `kvferry.agent.transports.costs`.
+The cheapest of the strategies that are allowed. What moving costs to a peer comes from its self-test
+(`kvferry.agent.transports.costs`); `kvferry.plan.strategy.cost_model` makes of it a price for each strategy.
 """
 
 from __future__ import annotations
@@ -132,8 +133,9 @@ class StagingPolicy:
 
 @lru_cache(maxsize=256)
 def beside(costs: Costs, fans: tuple[float, float], direction: Direction, may_share: bool) -> Costs:
-    """What a source costs with others beside it: `fans` are its fan_in and its fan_out. What we read we post ourselves,
-    each that writes posts its own. With `may_share` one that we read may write a share."""
+    """What a source costs with others beside it: `fans` are its fan_in and its fan_out. This rank posts all that it
+    reads, from every source; of what is written each source posts its own. With `may_share` a source that is read may
+    write a share."""
     fan_in, fan_out = fans
     costs = replace(costs, fan_in=fan_in, fan_out=fan_out)
     if direction is Direction.WRITE:
