@@ -130,14 +130,11 @@ def test_what_one_engine_told_is_not_told_of_the_next():
     assert timing.told == {}
 
 
-def test_without_tracing_the_clients_own_headers_pass():
-    async def main():
-        async with cluster([prefill_engine()], [decode_engine()]) as c:
-            await c.complete(headers=CLIENT)
-            for engine in (*c.prefill, *c.decode):
-                assert CLIENT["traceparent"] in engine.seen[0].headers.values()
-
-    asyncio.run(main())
+async def test_without_tracing_the_clients_own_headers_pass():
+    async with cluster([prefill_engine()], [decode_engine()]) as c:
+        await c.complete(headers=CLIENT)
+        for engine in (*c.prefill, *c.decode):
+            assert CLIENT["traceparent"] in engine.seen[0].headers.values()
 
 
 @pytest.mark.parametrize(("is_kept", "outcome"), [(True, "answered"), (False, "left")])

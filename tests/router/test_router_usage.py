@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -68,39 +67,30 @@ async def told(c, stream: bool):
     ("of_prefill", "of_decode", "expected"),
     [(4, 8, 4), (0, 8, 0), (4, ..., 4), (..., 8, None), (None, 8, None), (..., ..., ...)],
 )
-def test_the_figure_is_that_of_prefill(of_prefill, of_decode, expected, stream):
-    async def main():
-        async with cluster([prefill(of_prefill)], [decode(of_decode)]) as c:
-            assert await told(c, stream) == usage_of(expected)
-
-    asyncio.run(main())
+async def test_the_figure_is_that_of_prefill(of_prefill, of_decode, expected, stream):
+    async with cluster([prefill(of_prefill)], [decode(of_decode)]) as c:
+        assert await told(c, stream) == usage_of(expected)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_decode_has_computed_itself_it_knows_best(stream):
-    async def main():
-        async with cluster([], [decode(8)]) as c:
-            assert await told(c, stream) == usage_of(8)
-        recomputed = decode(8, {"x-kvferry-cache": "recomputed"})
-        async with cluster([prefill(4)], [recomputed]) as c:
-            assert await told(c, stream) == usage_of(8)
-
-    asyncio.run(main())
+async def test_what_decode_has_computed_itself_it_knows_best(stream):
+    async with cluster([], [decode(8)]) as c:
+        assert await told(c, stream) == usage_of(8)
+    recomputed = decode(8, {"x-kvferry-cache": "recomputed"})
+    async with cluster([prefill(4)], [recomputed]) as c:
+        assert await told(c, stream) == usage_of(8)
 
 
-def test_a_compressed_answer_is_left_alone():
+async def test_a_compressed_answer_is_left_alone():
     raw = b"\x1f\x8b nobody looks into this"
 
     async def behave(request, seen):
         return web.Response(body=raw, headers={"content-type": "application/json", "content-encoding": "br"})
 
-    async def main():
-        async with cluster([prefill(4)], [decode_engine("d0", behave)]) as c:
-            request = c.session.post(c.url + "/v1/completions", json={"prompt": "a"}, auto_decompress=False)
-            async with request as response:
-                assert await response.read() == raw
-
-    asyncio.run(main())
+    async with cluster([prefill(4)], [decode_engine("d0", behave)]) as c:
+        request = c.session.post(c.url + "/v1/completions", json={"prompt": "a"}, auto_decompress=False)
+        async with request as response:
+            assert await response.read() == raw
 
 
 def test_all_other_bytes_of_an_answer_stay_as_they_are():
@@ -163,13 +153,10 @@ def test_a_usage_that_comes_with_a_token_is_not_the_final_one(num_before, last):
     assert before_final_usage(b"".join(events)) == len(b"".join(events[:num_before]))
 
 
-def test_only_streams_have_a_time_between_tokens():
-    async def main():
-        async with cluster([prefill(0)], [decode(0)]) as c:
-            await told(c, stream=False)
-            before = await c.metrics()
-            await told(c, stream=True)
-            return before, await c.metrics()
-
-    before, after = asyncio.run(main())
+async def test_only_streams_have_a_time_between_tokens():
+    async with cluster([prefill(0)], [decode(0)]) as c:
+        await told(c, stream=False)
+        before = await c.metrics()
+        await told(c, stream=True)
+        after = await c.metrics()
     assert ["kvferry_router_inter_token_seconds_count{" in text for text in (before, after)] == [False, True]
