@@ -63,7 +63,6 @@ async def test_the_api_needs_a_key_and_says_so(shown: str) -> None:
 @pytest.mark.parametrize(("given", "is_kept"), [("trip-7", True), ("", False), ("a,b", False)])
 async def test_who_is_refused_gets_an_id_that_the_server_is_told(given: str, is_kept: bool) -> None:
     ids: list[str] = []
-
     headers = {"x_request_id": given} if given else {}
     async with served(Access(KEYS), lambda scope, request_id: ids.append(request_id)) as url:
         status, told, _ = await ask(f"{url}/v1/models", **headers)

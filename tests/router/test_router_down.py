@@ -10,6 +10,9 @@ import asyncio
 import pytest
 from router_harness import (
     DEADLINE_S,
+    DONE,
+    ONE,
+    STREAM,
     chat_chunk,
     cluster,
     decode_engine,
@@ -18,6 +21,7 @@ from router_harness import (
     hanging,
     open_stream,
     prefill_engine,
+    stalling,
 )
 from test_router_early import EARLY_DECODES, LONG, Prompt, early_engine
 
@@ -25,7 +29,6 @@ from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.probes import Prober
 
 ERRORS = 'kvferry_router_upstream_errors_total{reason="instance_down",role="%s"}'
-STREAM = {"prompt": "a", "stream": True}
 
 
 def find_down(c, engine):
@@ -74,17 +77,11 @@ async def test_the_only_decode_that_is_down_is_told_to_the_client():
         assert (reply.status, reply.error["reason"]) == (502, "instance_down")
 
 
-async def one_and_silence(request, seen):
-    response = await open_stream(request)
-    await response.write(frame(chat_chunk("one")))
-    return await hanging(request, seen)
-
-
 async def test_a_stream_that_is_silent_ends_with_an_error_event():
-    d = decode_engine("d0", one_and_silence)
+    d = decode_engine("d0", stalling(ONE))
     async with cluster([], [d], probe_timeout_s=2.0) as c:
         async with c.session.post(c.url + "/v1/completions", json=STREAM) as response:
-            assert await response.content.readany() == frame(chat_chunk("one"))
+            assert await response.content.readany() == ONE
             reading = asyncio.create_task(response.content.read())
             # Said at each probe: what has just been heard of may still be on its way.
             while not reading.done():
@@ -99,9 +96,9 @@ async def test_a_stream_that_goes_on_refutes_its_probe():
 
     async def behave(request, seen):
         response = await open_stream(request)
-        await response.write(frame(chat_chunk("one")))
+        await response.write(ONE)
         await may_end.wait()
-        await response.write(frame(chat_chunk("two")) + b"data: [DONE]\n\n")
+        await response.write(frame(chat_chunk("two")) + DONE)
         return response
 
     d = decode_engine("d0", behave)
@@ -109,7 +106,7 @@ async def test_a_stream_that_goes_on_refutes_its_probe():
         cluster([], [d], probe_timeout_s=DEADLINE_S) as c,
         c.session.post(c.url + "/v1/completions", json=STREAM) as response,
     ):
-        assert await response.content.readany() == frame(chat_chunk("one"))
+        assert await response.content.readany() == ONE
         await find_down(c, d)
         may_end.set()
         assert b"[DONE]" in await response.content.read()

@@ -11,6 +11,7 @@ import openai
 import pytest
 from aiohttp import web
 from router_harness import (
+    STREAM,
     TRANSFER,
     cluster,
     decode_engine,
@@ -79,7 +80,7 @@ async def test_a_stream_passes_as_it_arrives(prefill, pieces):
         return response
 
     async with cluster([prefill_engine(name) for name in prefill], [decode_engine("d0", behave)]) as c:
-        body = {"prompt": "a", "stream": True}
+        body = STREAM
         async with c.session.post(c.url + "/v1/completions", json=body) as response:
             assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
             for piece in pieces:
@@ -400,7 +401,6 @@ async def test_a_defect_is_a_500_and_leaves_the_history_to_the_log(monkeypatch, 
         raise IllegalEventError("the flow met an event", found="the history")
 
     monkeypatch.setattr(Flow, "handle", illegal)
-
     async with cluster([], [decode_engine()]) as c:
         response = await c.complete()
         assert (response.status, response.error["code"]) == (500, "internal_error")
@@ -413,7 +413,6 @@ async def test_a_crash_is_a_500_too(monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(Flow, "handle", crash)
-
     async with cluster([], [decode_engine()]) as c:
         response = await c.complete()
         assert (response.status, response.error["code"]) == (500, "internal_error")

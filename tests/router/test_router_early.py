@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from router_harness import (
+    DONE,
+    ONE,
     TRANSFER,
     Engine,
     answer,
@@ -23,7 +25,9 @@ from router_harness import (
     hanging,
     open_stream,
     prefilling,
+    record_limits,
     resetting,
+    streaming,
 )
 from test_router_flow import D0, P0, REQUEST, failed, pick, play
 
@@ -86,7 +90,7 @@ def test_an_early_prefill_request_is_a_stream_that_asks_for_its_reference():
         (b'data: {"choices": []}\n\n', b""),
         (b'data: {"kv_transfer_params": {"a": 1}}', b""),
         (b'{"kv_transfer_params": {"a": 1}}\n\n', b""),
-        (b"data: [DONE]\n\n", b""),
+        (DONE, b""),
         (b": a comment\n\n", b""),
         (b"", b""),
     ],
@@ -207,36 +211,23 @@ class Prompt:
 
     def __init__(self, last: bytes = b"") -> None:
         self.may_end = asyncio.Event()
-        self.last = last or frame(chat_chunk("x")) + b"data: [DONE]\n\n"
+        self.last = last or frame(chat_chunk("x")) + DONE
 
     async def __call__(self, request, seen):
         assert seen.body["stream"]
         response = await open_stream(request)
         await response.write(PROMISE)
-        async with asyncio.timeout(DEADLINE_S):
-            await self.may_end.wait()
+        await self.may_end.wait()
         if self.last == b"cut":
             request.transport.abort()
-            return response
-        await response.write(self.last)
-        await response.write_eof()
+        else:
+            await response.write(self.last)
         return response
-
-
-async def left(engine):
-    async with asyncio.timeout(DEADLINE_S):
-        await engine.left.wait()
 
 
 async def prefill_of(c):
     """What the router knows of its prefill instance."""
     return next(one for one in (await c.members())["members"] if one["role"] == "prefill")
-
-
-async def until_idle(c):
-    async with asyncio.timeout(DEADLINE_S):
-        while any(one["in_flight_requests"] for one in (await c.members())["members"]):
-            await asyncio.sleep(0)
 
 
 async def test_decode_begins_while_the_prompt_is_computed():
@@ -254,7 +245,7 @@ async def test_decode_begins_while_the_prompt_is_computed():
         assert reply.status == 200
         assert json.loads(reply.raw)["choices"][0]["text"] == "one two"
         assert reply.headers["x-kvferry-path"] == "disaggregated"
-        await until_idle(c)
+        await c.until_idle()
         assert await c.metric(EARLY_DECODES) == 1
         assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
         assert p.released.empty()
@@ -264,7 +255,7 @@ async def test_decode_begins_while_the_prompt_is_computed():
 @pytest.mark.parametrize("fallback", PrefillFallback)
 async def test_promises_that_every_prefill_breaks_leave_decode_alone(num_prefills, fallback):
     """As when every prefill instance refuses at once."""
-    broken = frame({"error": {"message": "no tool call in this", "code": 500}}) + b"data: [DONE]\n\n"
+    broken = frame({"error": {"message": "no tool call in this", "code": 500}}) + DONE
 
     async def behave(request, seen):
         return await (hanging if "kv_transfer_params" in seen.body else decoding)(request, seen)
@@ -286,13 +277,12 @@ async def test_promises_that_every_prefill_breaks_leave_decode_alone(num_prefill
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
 OF_PREFILL, OF_DECODE = ({**USAGE, "prompt_tokens_details": {"cached_tokens": num}} for num in (4, 8))
-TOLD = frame({"choices": [], "usage": OF_PREFILL}) + b"data: [DONE]\n\n"
+TOLD = frame({"choices": [], "usage": OF_PREFILL}) + DONE
 
 
-@pytest.mark.parametrize("last", [TOLD, frame(chat_chunk("x")) + b"data: [DONE]\n\n"])
+@pytest.mark.parametrize("last", [TOLD, frame(chat_chunk("x")) + DONE])
 async def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(monkeypatch, last):
     monkeypatch.setattr(early_prefill, "LAST_USAGE_S", DEADLINE_S)
-
     prompt = Prompt(last)
 
     async def behave(request, seen):
@@ -310,16 +300,10 @@ async def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(m
 async def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
     """Prefill ends its answer only when the client has all tokens; and a usage with each token waits for nothing."""
     monkeypatch.setattr(early_prefill, "LAST_USAGE_S", DEADLINE_S)
-
     prompt = Prompt(TOLD)
 
-    async def behave(request, seen):
-        response = await open_stream(request)
-        tokens = [frame(chat_chunk(text, usage=OF_DECODE)) for text in ("one", " two")]
-        await response.write(tokens[0])
-        await response.write(tokens[1] + frame({"choices": [], "usage": OF_DECODE}) + b"data: [DONE]\n\n")
-        return response
-
+    first, second = (frame(chat_chunk(text, usage=OF_DECODE)) for text in ("one", " two"))
+    behave = streaming(first, second + frame({"choices": [], "usage": OF_DECODE}) + DONE)
     async with (
         cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c,
         c.session.post(c.url + "/v1/completions", json=LONG | {"stream": True}) as response,
@@ -342,9 +326,7 @@ async def test_a_prefill_request_without_an_end_does_not_keep_a_client(monkeypat
     async def behave(request, seen):
         if not stream:
             return web.json_response(answer("one", usage=OF_DECODE))
-        response = await open_stream(request)
-        await response.write(frame({"choices": [], "usage": OF_DECODE}) + b"data: [DONE]\n\n")
-        return response
+        return await streaming(frame({"choices": [], "usage": OF_DECODE}) + DONE)(request, seen)
 
     p, d = early_engine("p0", Prompt()), decode_engine("d0", behave)
     async with cluster([p], [d], early_from_tokens=1) as c:
@@ -358,20 +340,17 @@ async def test_how_fast_it_computes_is_seen_at_the_end_of_its_answer():
 
     async def behave(request, seen):
         is_asked.set()
-        async with asyncio.timeout(DEADLINE_S):
-            await is_told.wait()
+        await is_told.wait()
         return await decoding(request, seen)
 
     async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
         asking = asyncio.create_task(c.complete(LONG))
-        async with asyncio.timeout(DEADLINE_S):
-            await is_asked.wait()
+        await is_asked.wait()
         p = await prefill_of(c)
         assert (p["prefill_tokens_per_s"], p["in_flight_requests"]) == (0, 1)
         prompt.may_end.set()
-        async with asyncio.timeout(DEADLINE_S):
-            while p["in_flight_requests"]:
-                p = await prefill_of(c)
+        while p["in_flight_requests"]:
+            p = await prefill_of(c)
         assert p["prefill_tokens_per_s"] > 0
         is_told.set()
         assert (await asking).status == 200
@@ -398,12 +377,11 @@ async def test_a_client_that_leaves_ends_both_requests():
     p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
     async with cluster([p], [d], early_from_tokens=1) as c:
         asking = asyncio.create_task(c.complete(LONG))
-        async with asyncio.timeout(DEADLINE_S):
-            await d.arrived.wait()
+        await d.arrived.wait()
         asking.cancel()
-        await asyncio.gather(left(p), left(d))
+        await asyncio.gather(p.left.wait(), d.left.wait())
         assert await p.released.get() == {"kv_transfer_params": OURS}
-        await until_idle(c)
+        await c.until_idle()
 
 
 BAD_ENDS = [
@@ -435,7 +413,7 @@ async def test_a_promise_that_is_not_kept_is_made_by_another_at_once(last, reaso
     engines = [early_engine("p0", prefill), early_engine("p1", prefill)]
     async with cluster(engines, [d], early_from_tokens=1) as c:
         assert (await c.complete(LONG)).status == 200
-        await left(d)
+        await d.left.wait()
         assert [len(engine.seen) for engine in engines] == [1, 1]
         assert await c.metric(EARLY_DECODES) == 2
         assert await c.metric(ERRORS % reason) == 1
@@ -443,7 +421,7 @@ async def test_a_promise_that_is_not_kept_is_made_by_another_at_once(last, reaso
         # The router itself has ended the request: no trouble of the decode engine's is blamed.
         told = [record.getMessage() for record in caplog.records if "the decode request" in record.getMessage()]
         assert [words.rpartition(": ")[2] for words in told] == ["prefill_lost"]
-        await until_idle(c)
+        await c.until_idle()
 
 
 @pytest.mark.parametrize(
@@ -461,9 +439,8 @@ async def test_whose_fault_it_is_that_a_promise_is_not_kept(last, reason, blamed
 
     async def behave(request, seen):
         if seen.body.get("kv_transfer_params"):
-            async with asyncio.timeout(DEADLINE_S):
-                while (await prefill_of(c))["in_flight_requests"]:
-                    await asyncio.sleep(0)
+            while (await prefill_of(c))["in_flight_requests"]:
+                await asyncio.sleep(0)
         return await decoding(request, seen)
 
     p, d = early_engine("p0", prompt), decode_engine("d0", behave)
@@ -493,23 +470,17 @@ async def test_what_decode_has_lost_is_left_before_it_is_computed_anew():
             assert (await c.complete(LONG)).status == 200
         assert was_left
         assert all(was_left)
-        await until_idle(c)
+        await c.until_idle()
 
 
 async def test_a_promise_and_its_failure_may_come_in_one_piece():
-    async def behave(request, seen):
-        response = await open_stream(request)
-        await response.write(PROMISE + frame({"error": {"message": "x", "code": 500}}))
-        await response.write_eof()
-        return response
-
+    behave = streaming(PROMISE + frame({"error": {"message": "x", "code": 500}}))
     async with cluster([early_engine("p0", behave)], [decode_engine("d0", hanging)], early_from_tokens=1) as c:
         asking = asyncio.create_task(c.complete(LONG))
-        async with asyncio.timeout(DEADLINE_S):
-            while not await c.metric(ERRORS % "status_500"):
-                await asyncio.sleep(0)
+        while not await c.metric(ERRORS % "status_500"):
+            await asyncio.sleep(0)
         asking.cancel()
-        await left(c.decode[0])
+        await c.decode[0].left.wait()
 
 
 async def test_who_has_computed_a_cache_that_has_come_has_done_well():
@@ -517,17 +488,13 @@ async def test_who_has_computed_a_cache_that_has_come_has_done_well():
     p, d = early_engine("p0", Prompt()), decode_engine()
     async with cluster([p], [d], early_from_tokens=1) as c:
         assert (await c.complete(LONG)).status == 200
-        await left(p)
+        await p.left.wait()
         told = await prefill_of(c)
         assert told["prefill_tokens_per_s"] > 0
         assert told["in_flight_requests"] == 0
 
 
-async def recomputing(request, seen):
-    response = await open_stream(request, **{"x-kvferry-cache": "recomputed", "x-kvferry-cache-reason": "x"})
-    await response.write(frame(chat_chunk("one")) + b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+recomputing = streaming(ONE + DONE, **{"x-kvferry-cache": "recomputed", "x-kvferry-cache-reason": "x"})
 
 
 @pytest.mark.parametrize(("answer", "tells"), [(decoding, True), (recomputing, False)])
@@ -536,9 +503,8 @@ async def test_the_handover_is_from_the_end_of_the_prefill_to_an_answer_made_of_
     prompt.may_end.set()
 
     async def behave(request, seen):
-        async with asyncio.timeout(DEADLINE_S):
-            while (await prefill_of(c))["in_flight_requests"]:
-                await asyncio.sleep(0)
+        while (await prefill_of(c))["in_flight_requests"]:
+            await asyncio.sleep(0)
         return await answer(request, seen)
 
     async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
@@ -551,7 +517,7 @@ async def test_who_has_not_computed_what_was_computed_again_has_shown_nothing():
     p, d = early_engine("p0", Prompt()), decode_engine("d0", recomputing)
     async with cluster([p], [d], early_from_tokens=1) as c:
         assert (await c.complete(LONG)).status == 200
-        await left(p)
+        await p.left.wait()
         assert (await prefill_of(c))["prefill_tokens_per_s"] == 0
 
 
@@ -560,14 +526,14 @@ async def test_what_the_router_has_left_raises_no_doubts_about_it():
     async with cluster([p], [decode_engine()], early_from_tokens=1) as c:
         c.app.state.pool.request_probe = lambda: doubts.append("p0")
         assert (await c.complete(LONG)).status == 200
-        await left(p)
-        await until_idle(c)
+        await p.left.wait()
+        await c.until_idle()
         assert doubts == []
 
 
 @pytest.mark.parametrize("cut", range(1, len(PROMISE)))
 def test_the_first_event_is_found_wherever_it_is_cut(cut):
-    pieces = [PROMISE[:cut], PROMISE[cut:], b"data: [DONE]\n\n", b""]
+    pieces = [PROMISE[:cut], PROMISE[cut:], DONE, b""]
 
     async def piece():
         return pieces.pop(0)
@@ -589,7 +555,7 @@ async def test_requests_that_are_left_are_not_kept_in_memory():
     p, d = early_engine("p0", Prompt()), decode_engine()
     async with cluster([p], [d], early_from_tokens=1) as c:
         await c.complete(LONG)
-        await until_idle(c)
+        await c.until_idle()
         gc.collect()
         gc.disable()
         try:
@@ -597,8 +563,8 @@ async def test_requests_that_are_left_are_not_kept_in_memory():
             for _ in range(5):
                 p.left.clear()
                 await c.complete(LONG)
-                await left(p)
-            await until_idle(c)
+                await p.left.wait()
+            await c.until_idle()
             assert alive() == before
         finally:
             gc.enable()
@@ -611,32 +577,12 @@ def failing_with(code):
     return behave
 
 
-async def no_promise(request, seen):
-    response = await open_stream(request)
-    await response.write(frame(chat_chunk("x")) + b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
-
-
-async def failing_stream(request, seen):
-    response = await open_stream(request)
-    await response.write(frame({"error": {"message": "x", "code": 503}}))
-    await response.write_eof()
-    return response
-
-
-async def empty_stream(request, seen):
-    response = await open_stream(request)
-    await response.write_eof()
-    return response
-
-
 @pytest.mark.parametrize(
     ("behave", "reason"),
     [
-        (no_promise, "malformed"),
-        (empty_stream, "malformed"),
-        (failing_stream, "status_503"),
+        (streaming(ONE + DONE), "malformed"),
+        (streaming(), "malformed"),
+        (streaming(frame({"error": {"message": "x", "code": 503}})), "status_503"),
         (failing(500, "x"), "status_500"),
     ],
 )
@@ -663,8 +609,7 @@ async def test_a_promise_may_come_in_pieces():
         for at in range(0, len(PROMISE), 20):
             await response.write(PROMISE[at : at + 20])
             await asyncio.sleep(0)
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        await response.write(DONE)
         return response
 
     async with cluster([early_engine("p0", behave)], [decode_engine()], early_from_tokens=1) as c:
@@ -676,10 +621,9 @@ async def test_a_promise_is_not_waited_for_longer_than_a_prefill():
     p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
     async with cluster([p], [d], early_from_tokens=1, prefill_timeout_s=0.2) as c:
         asking = asyncio.create_task(c.complete(LONG))
-        await asyncio.gather(left(p), left(d))
-        async with asyncio.timeout(DEADLINE_S):
-            while len(d.seen) < 2:
-                await asyncio.sleep(0)
+        await asyncio.gather(p.left.wait(), d.left.wait())
+        while len(d.seen) < 2:
+            await asyncio.sleep(0)
         assert await c.metric(ERRORS % "deadline") == 1
         assert "kv_transfer_params" not in d.seen[1].body
         asking.cancel()
@@ -687,15 +631,7 @@ async def test_a_promise_is_not_waited_for_longer_than_a_prefill():
 
 async def test_decode_may_wait_for_the_prompt_as_well(monkeypatch):
     """Its own limit alone would be over before the prompt is computed."""
-    given = []
-
-    class Recording(UpstreamRequest):
-        def __init__(self, services, reservation, trace, outgoing, timeouts):
-            given.append(timeouts.limit_s)
-            super().__init__(services, reservation, trace, outgoing, timeouts)
-
-    monkeypatch.setattr(dispatcher, "UpstreamRequest", Recording)
-
+    given = record_limits(monkeypatch)
     prompt = Prompt()
     prompt.may_end.set()
     for behave in (prompt, prefilling("p0")):

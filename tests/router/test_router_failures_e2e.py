@@ -10,16 +10,17 @@ import openai
 import pytest
 from aiohttp import web
 from router_harness import (
-    chat_chunk,
+    ONE,
+    STREAM,
+    breaking,
     cluster,
     decode_engine,
     failing,
-    frame,
     hanging,
-    open_stream,
     prefill_engine,
     prefilling,
     resetting,
+    stalling,
 )
 
 from kvferry.router.policy.records import Role
@@ -29,12 +30,6 @@ RETRIES = "kvferry_router_retries_total"
 FALLBACKS = "kvferry_router_fallbacks_total"
 # Long enough for an engine in this process, short enough to wait for.
 SHORT_S = 1.0
-STREAM = {"prompt": "a", "stream": True}
-
-
-async def wait_for(event: asyncio.Event) -> None:
-    async with asyncio.timeout(20):
-        await event.wait()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +37,6 @@ async def wait_for(event: asyncio.Event) -> None:
 )
 async def test_a_failed_prefill_is_tried_on_another_instance(behave, reason):
     limit_s = SHORT_S if behave is hanging else 20.0
-
     p0, p1 = prefill_engine("p0", behave), prefill_engine("p1")
     async with cluster([p0, p1], [decode_engine()], prefill_timeout_s=limit_s) as c:
         response = await c.complete()
@@ -51,7 +45,7 @@ async def test_a_failed_prefill_is_tried_on_another_instance(behave, reason):
         assert await c.metric(f'{ERRORS}{{reason="{reason}",role="prefill"}}') == 1
         assert await c.metric(f'{RETRIES}{{reason="{reason}",role="prefill"}}') == 1
         if behave is hanging:
-            await wait_for(p0.left)
+            await p0.left.wait()
 
 
 async def test_a_prefill_that_is_gone_is_refused_tried_elsewhere_and_marked_down():
@@ -97,7 +91,6 @@ async def test_a_prefill_answer_that_is_too_long_is_a_failure():
 @pytest.mark.parametrize(("behave", "reason"), [(resetting, "reset"), (hanging, "deadline")])
 async def test_a_failed_decode_is_tried_elsewhere_with_a_fresh_prefill(behave, reason):
     limit_s = SHORT_S if behave is hanging else 20.0
-
     p, d0, d1 = prefill_engine(), decode_engine("d0", behave), decode_engine("d1")
     async with cluster([p], [d0, d1], decode_timeout_s=limit_s) as c:
         response = await c.complete()
@@ -107,12 +100,7 @@ async def test_a_failed_decode_is_tried_elsewhere_with_a_fresh_prefill(behave, r
 
 
 async def test_a_stream_that_ends_after_its_head_is_still_tried_elsewhere():
-    async def behave(request, seen):
-        await open_stream(request)
-        request.transport.abort()
-        return web.Response()
-
-    d0, d1 = decode_engine("d0", behave), decode_engine("d1")
+    d0, d1 = decode_engine("d0", breaking(b"")), decode_engine("d1")
     async with cluster([prefill_engine()], [d0, d1]) as c:
         async with c.session.post(c.url + "/v1/completions", json=STREAM) as response:
             assert b"[DONE]" in await response.read()
@@ -122,7 +110,6 @@ async def test_a_stream_that_ends_after_its_head_is_still_tried_elsewhere():
 @pytest.mark.parametrize(("behave", "status"), [(resetting, 502), (hanging, 504), (failing(507, "full"), 507)])
 async def test_the_only_decode_instance_failing_is_told(behave, status):
     limit_s = SHORT_S if behave is hanging else 20.0
-
     async with cluster([prefill_engine()], [decode_engine("d0", behave)], decode_timeout_s=limit_s) as c:
         response = await c.complete()
         assert response.status == status
@@ -132,21 +119,11 @@ async def test_the_only_decode_instance_failing_is_told(behave, status):
 
 @pytest.mark.parametrize("tail", [b"", b'data: {"half": '])
 async def test_a_stream_that_breaks_ends_with_an_error_frame_and_no_done(tail):
-    whole = frame(chat_chunk("one"))
-
     delivered = asyncio.Event()
-
-    async def behave(request, seen):
-        response = await open_stream(request)
-        await response.write(whole + tail)
-        await delivered.wait()
-        request.transport.abort()
-        return response
-
-    d0, d1 = decode_engine("d0", behave), decode_engine("d1")
+    d0, d1 = decode_engine("d0", breaking(ONE + tail, delivered)), decode_engine("d1")
     async with cluster([prefill_engine()], [d0, d1]) as c:
         async with c.session.post(c.url + "/v1/completions", json=STREAM) as response:
-            assert await response.content.readexactly(len(whole)) == whole
+            assert await response.content.readexactly(len(ONE)) == ONE
             delivered.set()
             rest = await response.content.read()
         assert b"[DONE]" not in rest
@@ -163,16 +140,8 @@ async def test_a_stream_that_breaks_ends_with_an_error_frame_and_no_done(tail):
 
 async def test_the_openai_client_sees_a_broken_stream_as_an_error():
     delivered = asyncio.Event()
-
-    async def behave(request, seen):
-        response = await open_stream(request)
-        await response.write(frame(chat_chunk("one")))
-        await delivered.wait()
-        request.transport.abort()
-        return response
-
     async with (
-        cluster([prefill_engine()], [decode_engine("d0", behave)]) as c,
+        cluster([prefill_engine()], [decode_engine("d0", breaking(ONE, delivered))]) as c,
         openai.AsyncOpenAI(base_url=c.url + "/v1", api_key="x", max_retries=0) as client,
     ):
         messages = [{"role": "user", "content": "hello"}]
@@ -184,19 +153,13 @@ async def test_the_openai_client_sees_a_broken_stream_as_an_error():
 
 
 async def test_a_silent_stream_is_ended_and_its_engine_told():
-    async def behave(request, seen):
-        response = await open_stream(request)
-        await response.write(frame({"x": 1}))
-        await asyncio.Event().wait()
-        return response
-
-    d = decode_engine("d0", behave)
+    d = decode_engine("d0", stalling(ONE))
     async with cluster([prefill_engine()], [d], stall_timeout_s=SHORT_S) as c:
         async with c.session.post(c.url + "/v1/completions", json=STREAM) as response:
             body = await response.read()
         assert b"it sent nothing for too long" in body
         assert b"[DONE]" not in body
-        await wait_for(d.left)
+        await d.left.wait()
 
 
 async def test_a_broken_answer_without_frames_is_cut():
@@ -220,13 +183,7 @@ async def test_a_broken_answer_without_frames_is_cut():
 
 
 async def test_a_server_killed_mid_stream():
-    async def behave(request, seen):
-        response = await open_stream(request)
-        await response.write(frame({"x": 1}))
-        await asyncio.Event().wait()
-        return response
-
-    d = decode_engine("d0", behave)
+    d = decode_engine("d0", stalling(ONE))
     async with cluster([prefill_engine()], [d]) as c:
         async with c.session.post(c.url + "/v1/completions", json=STREAM) as response:
             await response.content.readany()
@@ -241,9 +198,9 @@ async def test_a_client_that_leaves_during_prefill_frees_the_prefill_engine():
     p0, p1, d = prefill_engine("p0", hanging), prefill_engine("p1"), decode_engine()
     async with cluster([p0, p1], [d]) as c:
         task = asyncio.create_task(c.complete())
-        await wait_for(p0.arrived)
+        await p0.arrived.wait()
         task.cancel()
-        await wait_for(p0.left)
+        await p0.left.wait()
         assert (p1.seen, d.seen) == ([], [])
         assert await idle(c)
 
@@ -252,26 +209,20 @@ async def test_a_client_that_leaves_before_the_first_byte_frees_the_decode_engin
     d0, d1 = decode_engine("d0", hanging), decode_engine("d1")
     async with cluster([prefill_engine()], [d0, d1]) as c:
         task = asyncio.create_task(c.complete())
-        await wait_for(d0.arrived)
+        await d0.arrived.wait()
         task.cancel()
-        await wait_for(d0.left)
+        await d0.left.wait()
         assert d1.seen == []
         assert await idle(c)
 
 
 async def test_a_client_that_leaves_mid_stream_frees_the_decode_engine():
-    async def behave(request, seen):
-        response = await open_stream(request)
-        await response.write(frame({"x": 1}))
-        await asyncio.Event().wait()
-        return response
-
-    d = decode_engine("d0", behave)
+    d = decode_engine("d0", stalling(ONE))
     async with cluster([prefill_engine()], [d]) as c:
         async with c.session.post(c.url + "/v1/completions", json=STREAM) as response:
             await response.content.readany()
             response.close()
-        await wait_for(d.left)
+        await d.left.wait()
         assert await idle(c)
 
 
@@ -281,13 +232,12 @@ async def idle(c) -> bool:
     The engine sees the end a moment before the router has put everything away, so one more request on another
     connection is not enough to wait for: the in-flight gauge is read until it is zero.
     """
-    async with asyncio.timeout(20):
-        while True:
-            lines = (await c.metrics()).splitlines()
-            loads = [line for line in lines if line.startswith("kvferry_router_in_flight_requests{")]
-            left = [line for line in lines if 'status="499"' in line and "_total" in line]
-            if left and all(line.endswith(" 0.0") for line in loads):
-                return True
+    while True:
+        lines = (await c.metrics()).splitlines()
+        loads = [line for line in lines if line.startswith("kvferry_router_in_flight_requests{")]
+        left = [line for line in lines if 'status="499"' in line and "_total" in line]
+        if left and all(line.endswith(" 0.0") for line in loads):
+            return True
 
 
 async def test_an_instance_that_comes_back_is_used_again():
@@ -310,7 +260,7 @@ async def test_an_instance_that_drops_one_connection_is_probed_at_once_and_serve
         assert (await c.complete()).status == 502
         d.behave = failing(418, "alive")
         assert (await c.complete()).status == 418
-        await wait_for(d.probed)
+        await d.probed.wait()
 
 
 async def test_an_instance_that_is_gone_after_a_hiccup_is_found_out_at_once():

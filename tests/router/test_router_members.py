@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
-from router_harness import answer, cluster, decode_engine, decoding, open_stream, prefill_engine, serving
+from router_harness import DONE, answer, cluster, decode_engine, decoding, prefill_engine, serving, streaming
 
 from kvferry.embedded.http.router_registration import Registrar, RegistrarConfig
 from kvferry.errors import ConfigurationError, RequestError
@@ -441,14 +441,8 @@ def test_without_a_key_only_this_host_may_register(client, status):
 
 
 async def test_the_phases_of_an_engine_reach_the_client_and_the_metrics():
-    async def behave(request, seen):
-        timing = "queue;dur=1.000, handshake;dur=2.000, wire;dur=0.500"
-        response = await open_stream(request, **{"server-timing": timing})
-        await response.write(b'data: {"a": 1}\n\n')
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
-
+    timing = "queue;dur=1.000, handshake;dur=2.000, wire;dur=0.500"
+    behave = streaming(b'data: {"a": 1}\n\n', DONE, **{"server-timing": timing})
     async with cluster([prefill_engine()], [decode_engine("d0", behave)]) as c:
         told = await c.complete({"prompt": "x", "stream": True})
         names = [entry.partition(";")[0] for entry in told.headers["server-timing"].split(", ")]

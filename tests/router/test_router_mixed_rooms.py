@@ -7,10 +7,10 @@ import json
 
 import pytest
 from aiohttp import web
-from router_harness import DEADLINE_S, Engine, answer, cluster, failing, hanging, resetting
+from router_harness import DONE, answer, cluster, failing, hanging, resetting
 from sglang_stubs import BACKEND, USAGE, Rooms, other_decode, other_prefill, sglang_decode, sglang_prefill
 from test_router_flow import D0, D1, P0, P1, RAW, REQUEST, failed, fallback, pick, pick_alone, play, retry
-from test_router_rooms import until, until_idle
+from test_router_rooms import rooms_of
 
 from kvferry.kv_transfer_params import from_params, room_names, room_of, room_params
 from kvferry.router.commands import Cancel, Count, Counted, Forward, Relay, Release, Send, Start
@@ -256,11 +256,6 @@ def test_a_decode_that_computes_is_left_alone_when_two_prefills_are_lost():
 # --- on sockets
 
 
-def rooms_of(engine: Engine) -> list[int]:
-    """Of a server of SGLang."""
-    return [seen.body["bootstrap_room"] for seen in engine.seen]
-
-
 async def test_sglang_prefills_for_another_engine():
     rooms = Rooms()
     p, d = sglang_prefill(rooms, port=8765, kvferry=BACKEND), other_decode(rooms)
@@ -268,7 +263,7 @@ async def test_sglang_prefills_for_another_engine():
         reply = await c.complete()
         assert (reply.status, json.loads(reply.raw)["choices"][0]["text"]) == (200, "one two")
         assert reply.headers["x-kvferry-path"] == "disaggregated"
-        await until_idle(c)
+        await c.until_idle()
         ((asked,), (served,)) = p.seen, d.seen
         (room,) = rooms_of(p)
         assert "kv_transfer_params" not in asked.body
@@ -288,8 +283,8 @@ async def test_another_engine_prefills_for_sglang():
     async with cluster([p], [d]) as c:
         reply = await c.complete({"model": "tiny", "prompt": "hello", "max_tokens": 9, "stream": True})
         assert reply.headers["x-kvferry-path"] == "disaggregated"
-        assert reply.raw.endswith(b"data: [DONE]\n\n")
-        await until_idle(c)
+        assert reply.raw.endswith(DONE)
+        await c.until_idle()
         ((asked,), (served,)) = p.seen, d.seen
         (room,) = rooms_of(d)
         assert asked.body["kv_transfer_params"] == {"do_remote_decode": True, "kvferry": {"room": room}}
@@ -333,7 +328,7 @@ async def test_a_second_try_may_be_a_pair_of_another_kind(behave):
         assert len(set(rooms_of(d))) == len(d.seen) == 2
         assert (len(bad.seen), len(good.seen)) == (1, 1)
         assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
-        await until_idle(c)
+        await c.until_idle()
 
 
 def after_prefill(rooms: Rooms):
@@ -351,7 +346,7 @@ async def test_what_an_engine_has_kept_for_a_decode_that_fails_is_released():
     async with cluster([p], [bad, good]) as c:
         assert (await c.complete()).status == 200
         (room,) = rooms_of(bad)
-        released = await asyncio.wait_for(p.released.get(), DEADLINE_S)
+        released = await p.released.get()
         assert released == {"kv_transfer_params": room_params(room, "127.0.0.1", 9007)}
         assert room not in rooms_of(good)
         assert p.released.empty()
@@ -366,10 +361,10 @@ async def test_a_client_that_leaves_ends_both(direction):
         p, d = other_prefill(rooms, hanging), sglang_decode(rooms, kvferry=BACKEND)
     async with cluster([p], [d]) as c:
         asking = asyncio.create_task(c.complete())
-        await asyncio.gather(until(p.arrived), until(d.arrived))
+        await asyncio.gather(p.arrived.wait(), d.arrived.wait())
         asking.cancel()
-        await asyncio.gather(until(p.left), until(d.left))
-        await until_idle(c)
+        await asyncio.gather(p.left.wait(), d.left.wait())
+        await c.until_idle()
         if direction == "to SGLang":
             assert (await p.released.get())["kv_transfer_params"]["kvferry"] == {"room": rooms_of(d)[0]}
 
@@ -392,7 +387,7 @@ async def test_a_decode_that_computes_does_without_sglang(prefills, reason):
         assert reply.headers["x-kvferry-reason"] == reason
         assert "kv_transfer_params" not in d.seen[-1].body
         assert len(d.seen) == 1 + len(ps)
-        await until_idle(c)
+        await c.until_idle()
 
 
 async def test_an_error_of_an_engine_beside_sglang_is_its_own():
@@ -402,7 +397,7 @@ async def test_an_error_of_an_engine_beside_sglang_is_its_own():
     async with cluster([bad, good], [sglang_decode(rooms, kvferry=BACKEND)]) as c:
         while len(bad.seen) < INSTANCE_BREAKER.num_failures:
             assert (await c.complete()).status == 200
-        await until_idle(c)
+        await c.until_idle()
         members = await c.members()
         assert members["broken_pairs"] == []
         assert [one["breaker"] for one in members["members"]] == ["open", "closed", "closed"]

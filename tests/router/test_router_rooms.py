@@ -11,8 +11,11 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from router_harness import (
+    DONE,
+    ONE,
+    STREAM,
+    Engine,
     answer,
-    chat_chunk,
     cluster,
     decode_engine,
     failing,
@@ -20,7 +23,9 @@ from router_harness import (
     hanging,
     open_stream,
     prefill_engine,
+    record_limits,
     resetting,
+    streaming,
 )
 from sglang_stubs import NO_ROOM, USAGE, Rooms, sglang_decode, sglang_engine, sglang_prefill
 from test_router_flow import D0, D1, P0, P1, RAW, REQUEST, failed, fallback, pick, pick_alone, play, retry
@@ -48,7 +53,6 @@ from kvferry.router.fleet.instance import OpenRequests, Origin
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.fleet.rooms import room_between
 from kvferry.router.fleet.sglang_info import sglang_info
-from kvferry.router.flow import dispatcher
 from kvferry.router.flow.refusals import pair_failed
 from kvferry.router.flow.state_machine import Flow, State
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
@@ -70,7 +74,6 @@ from kvferry.router.telemetry.tracing import UpstreamTrace
 from kvferry.router.upstream.failures import MESSAGES
 from kvferry.router.upstream.http_client import HttpRequest
 
-DEADLINE_S = 20.0
 FIELDS, OTHER_FIELDS = (b'{"bootstrap_host":"p","bootstrap_port":1,"bootstrap_room":%d}' % number for number in (7, 8))
 ROOM, OTHER_ROOM = Room(FIELDS, FIELDS), Room(OTHER_FIELDS, OTHER_FIELDS)
 BEGUN = [Start(P0, room_prefill_body(REQUEST, FIELDS)), Send(D0, room_decode_body(REQUEST, FIELDS))]
@@ -372,18 +375,8 @@ def test_a_prompt_is_not_left_to_a_decode_instance_that_computes_none():
 # --- on sockets
 
 
-async def until(event: asyncio.Event) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        await event.wait()
-
-
-async def until_idle(c) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while any(one["in_flight_requests"] for one in (await c.members())["members"]):
-            await asyncio.sleep(0)
-
-
-def rooms_of(engine) -> list[int]:
+def rooms_of(engine: Engine) -> list[int]:
+    """Of a server of SGLang."""
     return [seen.body["bootstrap_room"] for seen in engine.seen]
 
 
@@ -394,7 +387,7 @@ async def test_a_request_is_served_by_two_servers_that_meet():
         reply = await c.complete({"model": "tiny", "prompt": "hello", "max_tokens": 9, "rid": "still-known"})
         assert (reply.status, json.loads(reply.raw)["choices"][0]["text"]) == (200, "one two")
         assert reply.headers["x-kvferry-path"] == "disaggregated"
-        await until_idle(c)
+        await c.until_idle()
         ((asked,), (served,)) = p.seen, d.seen
         assert (asked.body["bootstrap_host"], asked.body["bootstrap_port"]) == ("127.0.0.1", 8765)
         assert 0 < asked.body["bootstrap_room"] <= MAX_ROOM
@@ -411,14 +404,11 @@ async def test_a_stream_passes_and_says_what_prefill_had_cached():
     async def behave(request, seen):
         await rooms.of(seen).computed.wait()
         rooms.of(seen).read.set()
-        response = await open_stream(request)
         usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
-        await response.write(frame(chat_chunk("one")) + frame({"choices": [], "usage": usage}))
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        return await streaming(ONE + frame({"choices": [], "usage": usage}), DONE)(request, seen)
 
     async with cluster([sglang_prefill(rooms)], [sglang_decode(rooms, behave)]) as c:
-        events = (await c.complete({"prompt": "a", "stream": True})).raw.split(b"\n\n")
+        events = (await c.complete(STREAM)).raw.split(b"\n\n")
         usage = json.loads(events[1].removeprefix(b"data: "))["usage"]
         assert usage["prompt_tokens_details"] == USAGE["prompt_tokens_details"]
         assert events[2] == b"data: [DONE]"
@@ -435,20 +425,19 @@ async def test_what_prefill_had_cached_is_what_the_last_one_had():
 
     async def decoding(request, seen):
         if len(d.seen) == 1:
-            async with asyncio.timeout(DEADLINE_S):
-                while (await c.members())["members"][0]["in_flight_requests"]:
-                    await asyncio.sleep(0)
+            while (await c.members())["members"][0]["in_flight_requests"]:
+                await asyncio.sleep(0)
             return await failing(500, "Decode transfer failed")(request, seen)
         await rooms.of(seen).computed.wait()
         response = await open_stream(request)
-        await response.write(frame(chat_chunk("one")))
+        await response.write(ONE)
         rooms.of(seen).read.set()
-        await response.write(frame({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
+        await response.write(frame({"choices": [], "usage": usage}) + DONE)
         return response
 
     p, d = sglang_prefill(rooms, prefilling), sglang_decode(rooms, decoding)
     async with cluster([p], [d]) as c:
-        events = (await c.complete({"prompt": "a", "stream": True})).raw.split(b"\n\n")
+        events = (await c.complete(STREAM)).raw.split(b"\n\n")
         told = json.loads(events[1].removeprefix(b"data: "))["usage"]
         assert told["prompt_tokens_details"] == USAGE["prompt_tokens_details"]
 
@@ -461,7 +450,7 @@ async def test_an_answer_that_comes_before_the_end_of_its_prefill_tells_nothing_
         return await hanging(request, seen)
 
     async with cluster([sglang_prefill(rooms, behave)], [sglang_decode(rooms)]) as c:
-        assert (await c.complete({"prompt": "a", "stream": True})).status == 200
+        assert (await c.complete(STREAM)).status == 200
         assert c.app.state.pool.handover.value == 0
 
 
@@ -488,15 +477,7 @@ async def test_a_room_that_a_client_names_is_refused(name):
 
 async def test_each_of_two_that_meet_has_the_time_of_both(monkeypatch):
     """A prefill answers when its cache has been read: a decode that waits for pages takes as long as it may."""
-    given = []
-
-    class Recording(UpstreamRequest):
-        def __init__(self, services, reservation, trace, outgoing, timeouts):
-            given.append(timeouts.limit_s)
-            super().__init__(services, reservation, trace, outgoing, timeouts)
-
-    monkeypatch.setattr(dispatcher, "UpstreamRequest", Recording)
-
+    given = record_limits(monkeypatch)
     rooms = Rooms()
     limits = {"prefill_timeout_s": 20.0, "decode_timeout_s": 7.0}
     async with cluster([sglang_prefill(rooms)], [sglang_decode(rooms)], **limits) as c:
@@ -514,10 +495,10 @@ async def test_a_client_that_leaves_ends_both(waiting):
         d.behave = hanging
     async with cluster([p], [d]) as c:
         asking = asyncio.create_task(c.complete())
-        await asyncio.gather(until(p.arrived), until(d.arrived))
+        await asyncio.gather(p.arrived.wait(), d.arrived.wait())
         asking.cancel()
-        await asyncio.gather(until(p.left), until(d.left))
-        await until_idle(c)
+        await asyncio.gather(p.left.wait(), d.left.wait())
+        await c.until_idle()
 
 
 async def test_the_time_of_a_request_ends_both():
@@ -526,7 +507,7 @@ async def test_the_time_of_a_request_ends_both():
     async with cluster([p], [d]) as c:
         reply = await c.complete(headers={"x-kvferry-timeout": "0.3"})
         assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
-        await asyncio.gather(until(p.left), until(d.left))
+        await asyncio.gather(p.left.wait(), d.left.wait())
         assert all(one["breaker"] == "closed" for one in (await c.members())["members"])
 
 
@@ -541,7 +522,7 @@ async def test_a_prefill_that_fails_is_replaced_at_once(behave, reason):
         assert (len(bad.seen), len(good.seen)) == (1, 1)
         assert await c.metric(f'kvferry_router_upstream_errors_total{{reason="{reason}",role="prefill"}}') == 1
         assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
-        await until_idle(c)
+        await c.until_idle()
 
 
 async def test_an_error_of_prefill_is_held_against_the_pair():
@@ -574,7 +555,7 @@ async def test_a_decode_that_fails_is_replaced_in_another_room_and_its_prefill_e
     p, bad, good = sglang_prefill(rooms), sglang_decode(rooms, resetting), sglang_decode(rooms)
     async with cluster([p], [bad, good]) as c:
         assert (await c.complete()).status == 200
-        await until(p.left)
+        await p.left.wait()
         assert len(set(rooms_of(p))) == len(p.seen) == 2
 
 
@@ -608,7 +589,7 @@ async def test_a_prefill_that_refuses_is_heard():
     async with cluster([sglang_prefill(rooms, failing(400, "the prompt is too long"))], [d]) as c:
         reply = await c.complete()
         assert (reply.status, reply.error["message"]) == (400, "the prompt is too long")
-        await until(d.left)
+        await d.left.wait()
         assert len(d.seen) == 1
 
 

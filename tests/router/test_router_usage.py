@@ -6,7 +6,18 @@ import json
 
 import pytest
 from aiohttp import web
-from router_harness import TRANSFER, answer, chat_chunk, cluster, decode_engine, frame, open_stream, prefill_engine
+from router_harness import (
+    DONE,
+    ONE,
+    TRANSFER,
+    answer,
+    chat_chunk,
+    cluster,
+    decode_engine,
+    frame,
+    prefill_engine,
+    streaming,
+)
 
 from kvferry.router.flow.usage import (
     MAX_EVENT_BYTES,
@@ -40,11 +51,9 @@ def decode(cached, headers=()):
     async def behave(request, seen):
         if not seen.body.get("stream"):
             return web.json_response(answer("one", usage=usage_of(cached)), headers=dict(headers))
-        response = await open_stream(request, **dict(headers))
-        whole = frame(chat_chunk("one")) + frame(chat_chunk("", usage=usage_of(cached))) + b"data: [DONE]\n\n"
-        for start in range(0, len(whole), 50):
-            await response.write(whole[start : start + 50])
-        return response
+        whole = ONE + frame(chat_chunk("", usage=usage_of(cached))) + DONE
+        pieces = (whole[start : start + 50] for start in range(0, len(whole), 50))
+        return await streaming(*pieces, **dict(headers))(request, seen)
 
     return decode_engine("d0", behave)
 
@@ -56,7 +65,7 @@ async def told(c, stream: bool):
     if not stream:
         assert int(reply.headers["content-length"]) == len(reply.raw)
         return json.loads(reply.raw)["usage"]
-    assert reply.raw.endswith(b"data: [DONE]\n\n")
+    assert reply.raw.endswith(DONE)
     events = [json.loads(event.removeprefix(b"data: ")) for event in reply.raw.split(b"\n\n")[:-2]]
     assert [event["choices"][0]["delta"]["content"] for event in events] == ["one", ""]
     return events[-1]["usage"]
@@ -114,7 +123,7 @@ def test_a_figure_that_makes_no_sense_is_none(details):
 
 
 def test_the_figure_of_a_stream_is_in_one_of_its_events():
-    events = frame(chat_chunk("x")) + frame(chat_chunk("", usage=usage_of(7))) + b"data: [DONE]\n\n"
+    events = frame(chat_chunk("x")) + frame(chat_chunk("", usage=usage_of(7))) + DONE
     assert cached_tokens_of_stream(events) == 7
     assert cached_tokens_of_stream(frame(chat_chunk("x"))) is None
 
