@@ -1,6 +1,8 @@
-"""What holds for all tests: which of them count lines, and that no time is short for a property's example."""
+"""What holds for all tests: which count lines, how coroutines run, and that no time is short for an example."""
 
+import asyncio
 import contextlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -35,3 +37,12 @@ def pytest_collection_modifyitems(items):
         folder = item.path.relative_to(HERE).parts[0]
         if folder in COUNTED and item.get_closest_marker("uncounted") is None:
             item.add_marker(pytest.mark.counted)
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """A test that is a coroutine runs in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
+import pytest
 from engines import oracle
 from faulty_transport import GatedTransport
 from unmapping import wait_for_unmapping
 
-from kvferry import new_lease_id
+from kvferry import Agent, new_lease_id
 from kvferry.plan.description.describe import EngineShape
+from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import LeaseRequest
+from kvferry.session.commands import Fetched, FetchReport, LeaseEnded
+from kvferry.session.events import FetchRequest, LeaseRequest
+from kvferry.session.timeouts import Timing
 from kvferry.staging.host_mover import HostMover, host_regions
 
+MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
 SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
 SOURCE_TABLES, TARGET_TABLES = ((3, 9, 1, 15, 0, 7),), ((8, 0, 5, 2),)
 NUM_TOKENS = 21
-ITEM_BYTES = 4
-# Keys and values of two layers with four heads of eight elements: see MODEL in conftest.py.
-BYTES_PER_TOKEN = 2 * 2 * 4 * 8 * ITEM_BYTES
+# Generous where nothing is waited for, so that a busy machine is not taken for a lost peer.
+TIMING = Timing(lease_s=60.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=25.0, transfer_s=20.0)
+BYTES_PER_TOKEN = MODEL.bytes_per_token
 DEADLINE_S = 30.0
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="the nixl extra is not installed")
+)
+
+
+@dataclass
+class Rank:
+    """A real agent over a cache that no engine computes: the oracle fills and checks it."""
+
+    agent: Agent
+    memory: oracle.Memory
+    notices: queue.SimpleQueue
+
+    def next_notice(self, kind):
+        """The next notice, which must be of this kind."""
+        notice = self.notices.get(timeout=DEADLINE_S)
+        assert isinstance(notice, kind), notice
+        return notice
+
+    def wanted(self, source: Rank, reference, tables, num_tokens, request_id="q1") -> FetchRequest:
+        return FetchRequest(request_id, reference, (source.agent.address,), tables, (TokenRange(0, num_tokens),))
+
+    def fetch(self, source: Rank, reference, request_id="q1", tables=TARGET_TABLES) -> None:
+        self.agent.fetch(self.wanted(source, reference, tables, NUM_TOKENS, request_id))
 
 
 def leased(source, request_id="r1", lease_id=""):
@@ -35,13 +66,39 @@ def leased(source, request_id="r1", lease_id=""):
 
 def check(target, num_tokens=NUM_TOKENS, tables=TARGET_TABLES):
     """Every requested element is right and nothing else was touched."""
-    wanted = {start: np.zeros(len(buffer), np.uint8) for start, buffer in target.memory.buffers.items()}
-    layout, tokens = target.memory.layout, TokenRange(0, num_tokens)
-    for placement in layout.placements:
-        for _, _, address in oracle.element_addresses(layout, placement, tables, tokens):
-            start = layout.regions[placement.region].address
-            wanted[start][address - start : address - start + ITEM_BYTES] = 1
-    oracle.expect(target.memory, tables, [tokens], wanted)
+    oracle.expect_tokens(target.memory, tables, num_tokens)
+
+
+def moved(source, target, number=1, tables=TARGET_TABLES) -> FetchReport:
+    """What is reported of a request whose cache goes from the source to the target, and arrives."""
+    target.fetch(source, leased(source, f"r{number}"), f"q{number}", tables)
+    report = target.next_notice(Fetched).report
+    check(target, tables=tables)
+    assert source.next_notice(LeaseEnded) == LeaseEnded(f"r{number}", "done")
+    return report
+
+
+def fetch_from_all(sources, targets, number=1, tables=TARGET_TABLES) -> None:
+    """All ranks of one engine, or of several, fetch what all ranks of another one have computed of a request."""
+    lease_id, addresses = new_lease_id(), tuple(source.agent.address for source in sources)
+    reference, *_ = [leased(source, f"r{number}", lease_id) for source in sources]
+    for target in targets:
+        target.agent.fetch(FetchRequest(f"q{number}", reference, addresses, tables, (TokenRange(0, NUM_TOKENS),)))
+
+
+def moved_between_all(sources, targets, tables=TARGET_TABLES) -> list[FetchReport]:
+    """What each target rank reports of that."""
+    fetch_from_all(sources, targets, tables=tables)
+    reports = [target.next_notice(Fetched).report for target in targets]
+    for target in targets:
+        check(target, tables=tables)
+    assert [source.next_notice(LeaseEnded) for source in sources] == [LeaseEnded("r1", "done")] * len(sources)
+    return reports
+
+
+def sizes(memories):
+    """Of shared memory that is kept."""
+    return sorted(memory.memory.size_bytes for memory in memories)
 
 
 class WireOnly(HostMover):
@@ -80,6 +137,12 @@ class Gate:
 
     def wait_for_post(self) -> None:
         assert self._posts.acquire(timeout=DEADLINE_S)
+
+    def hold(self, source, target) -> None:
+        """Of a source and a target that have met: a transfer of the request q1 has been posted, and does not move."""
+        self.shut()
+        target.fetch(source, leased(source))
+        self.wait_for_post()
 
     def behind(self, transport) -> GatedTransport:
         """The transport as its user sees it: what `make_rank` wraps it with."""

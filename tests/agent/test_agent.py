@@ -8,7 +8,7 @@ import agent_support
 import msgspec
 import pytest
 import zmq
-from agent_support import SOURCE, TARGET
+from agent_support import NIXL, SOURCE, TARGET
 from engines import oracle
 
 from kvferry import Agent, AgentConfig, Cache, new_lease_id
@@ -70,10 +70,8 @@ def leased(source) -> Reference:
     return source.agent.lease(LeaseRequest("r1", new_lease_id(), SOURCE_TABLES, NUM_TOKENS + 1))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "nixl", "auto"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", NIXL, "auto"])
 def test_a_cache_moves_between_two_layouts(make_rank, transport):
-    if transport == "nixl":
-        pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     source, target = make_rank("p0", SOURCE, transport), make_rank("d0", TARGET, transport)
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
     report = target.next_notice(Fetched).report

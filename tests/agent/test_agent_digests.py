@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased
+from agent_support import SOURCE, TARGET, check, leased, moved
 from faulty_transport import FaultKind, FaultyTransport
 
 from kvferry.agent.memory.digests import STEP_BYTES, Digester, HostBytes
@@ -50,46 +50,36 @@ def make_spoiled(make_rank):
             return Spoiling(transport, lambda one: [each(one) for each in spoils])
 
         source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, wrap=wrap, staging=NO_STAGING, **config)
-        fetched(target, source, "q0")
-        target.next_notice(Fetched)
-        assert source.next_notice(LeaseEnded).reason == "done"
+        moved(source, target, 0)
         return source, target, lambda: spoils.append(spoil)
 
     return make
 
 
-def fetched(target, source, request_id="q1"):
-    reference = leased(source, request_id.replace("q", "r"))
-    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, request_id))
-
-
 @pytest.mark.parametrize("policy", list(DigestPolicy))
 def test_the_report_says_how_a_cache_was_verified(make_rank, policy):
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, digest=policy)
-    fetched(target, source)
-    assert target.next_notice(Fetched).report.verified == policy
-    assert source.next_notice(LeaseEnded).reason == "done"
+    assert moved(source, target).verified == policy
 
 
 def test_a_flipped_bit_is_found_and_the_next_fetch_is_fine(make_spoiled):
     source, target, begin = make_spoiled(once(flip), digest=DigestPolicy.FULL)
     begin()
-    fetched(target, source)
+    target.fetch(source, leased(source))
     error = target.next_notice(FetchFailed).error
     assert error.reason == "digest"
     assert "1 of 4 states differ: model.layers." in str(error)
     target.next_notice(BlocksReleased)
     assert target.agent.counts["fetches_failed", "digest"] == 1
     assert source.next_notice(LeaseEnded).reason == "done"
-    fetched(target, source, "q2")
-    target.next_notice(Fetched)
+    moved(source, target, 2)
 
 
 def test_without_a_digest_nobody_notices(make_spoiled):
     """What the digest is for."""
     source, target, begin = make_spoiled(flip, digest=DigestPolicy.OFF)
     begin()
-    fetched(target, source)
+    target.fetch(source, leased(source))
     target.next_notice(Fetched)
     with pytest.raises(AssertionError):
         check(target)
@@ -113,7 +103,7 @@ def test_a_cache_that_its_engine_writes_to_too_early_is_found_by_a_sample(make_s
     source, target, begin = make_spoiled(once(overwrite))
     monkeypatch.setattr(Digester, "run", noted)
     begin()
-    fetched(target, source)
+    target.fetch(source, leased(source))
     assert target.next_notice(FetchFailed).error.reason == "digest"
 
 

@@ -7,7 +7,7 @@ import time
 from math import inf
 
 import pytest
-from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased, wire_only
+from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, check, leased, moved, wire_only
 from faulty_transport import GatedTransport
 
 from kvferry.agent.cache import host_mover
@@ -106,11 +106,10 @@ def test_while_one_slot_is_gathered_another_is_on_the_wire_and_a_third_is_scatte
 
     source = make_rank("p0", SOURCE, wrap=wrap, mover=behind(gather), staging=STAGING)
     target = make_rank("d0", TARGET, mover=behind(scatter), staging=STAGING)
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS, "to meet"))
-    target.next_notice(Fetched)
+    moved(source, target)
     for turnstile, num_done in ((gather, 2), (wire, 1), (scatter, 0)):
         turnstile.allow(num_done)
-    target.agent.fetch(target.wanted(source, leased(source, "r2"), TARGET_TABLES, NUM_TOKENS, "q2"))
+    target.fetch(source, leased(source, "r2"), "q2")
     for turnstile in (gather, wire, scatter):
         turnstile.wait_until_reached()
     for turnstile in (gather, wire, scatter):
@@ -131,7 +130,7 @@ def test_who_wants_little_is_served_in_turn_with_those_who_want_far_more_than_th
     greedy, other, modest = (make_rank(name, TARGET, staging=STAGING) for name in ("greedy", "other", "modest"))
     names = []
     for target in (greedy, other, modest):
-        target.agent.fetch(target.wanted(source, leased(source, "to meet"), TARGET_TABLES, NUM_TOKENS))
+        target.fetch(source, leased(source, "to meet"))
         target.next_notice(Fetched)
         names.append(recorded[0].posts[-1])
     posts = recorded[0].posts
@@ -140,11 +139,11 @@ def test_who_wants_little_is_served_in_turn_with_those_who_want_far_more_than_th
     for number in range(20):
         for target in (greedy, other):
             reference = leased(source, f"{number} of {id(target)}")
-            target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q{number}"))
+            target.fetch(source, reference, f"q{number}")
     until(lambda: source.agent.num_slots == 40 * WINDOW)
     # One has no more than half of them, however early it came.
     until(lambda: sorted(posts) == sorted(names[:2]))
-    modest.agent.fetch(modest.wanted(source, leased(source, "modest"), TARGET_TABLES, NUM_TOKENS, "modest"))
+    modest.fetch(source, leased(source, "modest"), "modest")
     until(lambda: source.agent.num_slots == 41 * WINDOW)
     wire.allow(inf)
     modest.next_notice(Fetched)
@@ -200,6 +199,4 @@ def test_a_copy_that_ends_when_nobody_looks_is_heard_of_by_its_bell(make_rank, m
     source = make_rank("p0", SOURCE, timing=timing, mover=LateMover)
     one_slot = StagingPolicy((Strategy.PACK,), 1 << 20)
     target = make_rank("d0", TARGET, timing=timing, mover=LateMover, staging=one_slot)
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    target.next_notice(Fetched)
-    check(target)
+    moved(source, target)

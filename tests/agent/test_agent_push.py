@@ -1,57 +1,31 @@
 """Push: real agents over real transports; the sources write into the target's blocks."""
 
 import pytest
-from agent_support import (
-    BYTES_PER_TOKEN,
-    NUM_TOKENS,
-    SOURCE,
-    TARGET,
-    TARGET_TABLES,
-    Gate,
-    check,
-    leased,
-)
+from agent_support import BYTES_PER_TOKEN, NIXL, NUM_TOKENS, SOURCE, TARGET, check, leased, moved, moved_between_all
 
-from kvferry import new_lease_id
 from kvferry.plan.description.describe import EngineShape
-from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
-from kvferry.session.events import FetchRequest
+from kvferry.session.commands import BlocksReleased, FetchFailed, LeaseEnded
 from kvferry.session.timeouts import Timing
 
 SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, transfer_s=20.0, fence_s=0.3)
 
 
-@pytest.mark.parametrize("transport", ["shm", "cma", "tcp", "nixl", "auto"])
+@pytest.mark.parametrize("transport", ["shm", "cma", "tcp", NIXL, "auto"])
 def test_a_source_writes_into_another_layout(make_rank, transport):
-    if transport == "nixl":
-        pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     source = make_rank("p0", SOURCE, transport)
     target = make_rank("d0", TARGET, transport, direction=Direction.WRITE)
     for number in (1, 2):
-        reference = leased(source, f"r{number}")
-        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q{number}"))
-        report = target.next_notice(Fetched).report
-        check(target)
+        report = moved(source, target, number)
         assert (report.num_bytes, report.verified) == (NUM_TOKENS * BYTES_PER_TOKEN, "sampled")
         assert transport in (report.transport, "auto")
-        assert source.next_notice(LeaseEnded) == LeaseEnded(f"r{number}", "done")
 
 
 @pytest.mark.parametrize(("wide", "narrow"), [(1, 2), (2, 1), (4, 2), (1, 4)])
 def test_ranks_of_another_parallelism_write_what_each_target_rank_needs(make_engine, wide, narrow):
     sources = make_engine("p0", EngineShape(wide, 1, 4, 16, "token-major"))
-    targets = make_engine("d0", EngineShape(narrow, 1, 6, 9, "block-head-major"), Direction.WRITE)
-    lease_id = new_lease_id()
-    reference, *_ = [leased(source, lease_id=lease_id) for source in sources]
-    addresses = tuple(source.agent.address for source in sources)
-    for target in targets:
-        target.agent.fetch(FetchRequest("q1", reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
-    for target in targets:
-        assert target.next_notice(Fetched).report.verified == "sampled"
-        check(target)
-    assert [source.next_notice(LeaseEnded).reason for source in sources] == ["done"] * wide
+    targets = make_engine("d0", EngineShape(narrow, 1, 6, 9, "block-head-major"), direction=Direction.WRITE)
+    assert {report.verified for report in moved_between_all(sources, targets)} == {"sampled"}
 
 
 @pytest.mark.parametrize("tables", [((7,),), ((8, 0, 5, 99),)], ids=["too few", "out of range"])
@@ -62,22 +36,16 @@ def test_blocks_that_do_not_fit_fail_only_that_request(make_rank, tables):
     target.next_notice(BlocksReleased)
     check(target, num_tokens=0)
     source.next_notice(LeaseEnded)
-    target.agent.fetch(target.wanted(source, leased(source, "r2"), TARGET_TABLES, NUM_TOKENS, "q2"))
-    target.next_notice(Fetched)
+    moved(source, target, 2)
 
 
 @pytest.fixture
-def gated(make_rank, tmp_path):
+def gated(make_rank, gate):
     """A source whose writes wait while the gate is shut, and a target to which one is under way."""
-    gate = Gate(tmp_path / "gate")
     source = make_rank("p0", SOURCE, timing=SOON, wrap=gate.behind)
     target = make_rank("d0", TARGET, timing=SOON, direction=Direction.WRITE)
-    target.agent.fetch(target.wanted(source, leased(source, "r0"), TARGET_TABLES, NUM_TOKENS, "q0"))
-    target.next_notice(Fetched)
-    source.next_notice(LeaseEnded)
-    gate.shut()
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    gate.wait_for_post()
+    moved(source, target, 0)
+    gate.hold(source, target)
     return source, target, gate
 
 
@@ -89,9 +57,7 @@ def test_both_sides_keep_their_blocks_until_the_ticket_of_an_aborted_push_has_en
     assert target.next_notice(BlocksReleased) == BlocksReleased("q1")
     assert source.agent.num_open_reads == 0
     gate.open()
-    target.agent.fetch(target.wanted(source, leased(source, "r2"), TARGET_TABLES, NUM_TOKENS, "q2"))
-    target.next_notice(Fetched)
-    check(target)
+    moved(source, target, 2)
 
 
 def test_a_source_that_has_gone_is_noticed_at_its_address(gated):

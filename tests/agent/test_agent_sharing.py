@@ -1,15 +1,12 @@
 """Reads that are shared: real agents over transports that copy, of which each side moves a part."""
 
 import pytest
-from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, check, leased
+from agent_support import BYTES_PER_TOKEN, NIXL, NUM_TOKENS, SOURCE, TARGET, moved, moved_between_all
 
-from kvferry import new_lease_id
 from kvferry.plan.description.describe import EngineShape
-from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
-from kvferry.session.events import FetchRequest
+from kvferry.session.commands import BlocksReleased, FetchFailed, LeaseEnded
 from kvferry.session.target.read_strategy import NO_STAGING
 from kvferry.session.timeouts import Timing
 
@@ -25,27 +22,21 @@ def worth_sharing(monkeypatch):
     monkeypatch.setattr("kvferry.transport.selection.measurement.FAR_SLOWER", 1e9)
 
 
-def moved(sources, targets):
+def written_and_read(sources, targets):
     """How much was written by the sources, and read by the targets."""
     written = sum(source.agent.moved_bytes[Direction.WRITE] for source in sources)
     return written, sum(target.agent.moved_bytes[Direction.READ] for target in targets)
 
 
-@pytest.mark.parametrize("transport", ["shm", "cma", "nixl", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "cma", NIXL, "tcp"])
 def test_both_sides_move_a_part_where_both_copy(make_rank, transport):
-    if transport == "nixl":
-        pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     source = make_rank("p0", SOURCE, transport)
     target = make_rank("d0", TARGET, transport, may_switch_direction=True, digest=DigestPolicy.FULL, staging=NO_STAGING)
     num_bytes = NUM_TOKENS * BYTES_PER_TOKEN
     for number in (1, 2):
-        reference = leased(source, f"r{number}")
-        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q{number}"))
-        report = target.next_notice(Fetched).report
-        check(target)
+        report = moved(source, target, number)
         assert (report.num_bytes, report.verified, report.strategy) == (num_bytes, "full", "direct")
-        assert source.next_notice(LeaseEnded) == LeaseEnded(f"r{number}", "done")
-    written, read = moved([source], [target])
+    written, read = written_and_read([source], [target])
     assert written + read == 2 * num_bytes
     assert 0 < written < 2 * num_bytes or (transport == "tcp" and written == 0)
 
@@ -60,36 +51,22 @@ def test_ranks_of_another_parallelism_share_what_each_target_rank_needs(make_eng
         staging=NO_STAGING,
         digest=DigestPolicy.FULL,
     )
-    lease_id = new_lease_id()
-    reference, *_ = [leased(source, lease_id=lease_id) for source in sources]
-    addresses = tuple(source.agent.address for source in sources)
-    for target in targets:
-        target.agent.fetch(FetchRequest("q1", reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
-    for target in targets:
-        assert target.next_notice(Fetched).report.verified == "full"
-        check(target)
-    assert [source.next_notice(LeaseEnded).reason for source in sources] == ["done"] * wide
-    assert min(moved(sources, targets)) > 0
+    assert {report.verified for report in moved_between_all(sources, targets)} == {"full"}
+    assert min(written_and_read(sources, targets)) > 0
 
 
 def test_what_is_to_be_pulled_is_pulled(make_rank):
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, may_switch_direction=False, staging=NO_STAGING)
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    target.next_notice(Fetched)
-    assert moved([source], [target]) == (0, NUM_TOKENS * BYTES_PER_TOKEN)
+    moved(source, target)
+    assert written_and_read([source], [target]) == (0, NUM_TOKENS * BYTES_PER_TOKEN)
 
 
-def test_blocks_wait_for_the_part_that_is_written(make_rank, tmp_path):
+def test_blocks_wait_for_the_part_that_is_written(make_rank, gate):
     """Ours has long been read when the request is aborted."""
-    gate = Gate(tmp_path / "gate")
     source = make_rank("p0", SOURCE, timing=SOON, wrap=gate.behind)
     target = make_rank("d0", TARGET, timing=SOON, may_switch_direction=True, staging=NO_STAGING)
-    target.agent.fetch(target.wanted(source, leased(source, "r0"), TARGET_TABLES, NUM_TOKENS, "q0"))
-    target.next_notice(Fetched)
-    source.next_notice(LeaseEnded)
-    gate.shut()
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    gate.wait_for_post()
+    moved(source, target, 0)
+    gate.hold(source, target)
     target.agent.abort("q1")
     assert target.next_notice(FetchFailed).error.reason == "aborted"
     assert target.notices.empty()

@@ -3,15 +3,16 @@
 import pytest
 from agent_support import (
     BYTES_PER_TOKEN,
-    ITEM_BYTES,
+    NIXL,
     NUM_TOKENS,
     SOURCE,
     SOURCE_TABLES,
     TARGET,
-    TARGET_TABLES,
-    Gate,
     check,
+    fetch_from_all,
     leased,
+    moved,
+    moved_between_all,
     num_mappings,
     wire_only,
 )
@@ -24,13 +25,13 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
-from kvferry.session.events import Ahead, FetchRequest, LeaseProgress, LeaseRequest
+from kvferry.session.events import Ahead, LeaseProgress, LeaseRequest
 from kvferry.session.source import writes
 from kvferry.session.target.read_strategy import StagingPolicy
 
 # About five tokens: several slots, and more than the window.
 SLOT_BYTES = 5 * BYTES_PER_TOKEN
-TRANSPORTS = ["shm", "cma", "tcp", "nixl"]
+TRANSPORTS = ["shm", "cma", "tcp", NIXL]
 
 
 def only(strategy, slot_bytes=SLOT_BYTES):
@@ -40,17 +41,11 @@ def only(strategy, slot_bytes=SLOT_BYTES):
 @pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bytes_arrive_through_staging_memory(make_rank, transport, strategy):
-    if transport == "nixl":
-        pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     source = make_rank("p0", SOURCE, transport)
     target = make_rank("d0", TARGET, transport, staging=only(strategy))
     for number in (1, 2):
-        reference = leased(source, f"r{number}")
-        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q{number}"))
-        report = target.next_notice(Fetched).report
-        check(target)
+        report = moved(source, target, number)
         assert (report.num_bytes, report.strategy) == (NUM_TOKENS * BYTES_PER_TOKEN, strategy)
-        assert source.next_notice(LeaseEnded) == LeaseEnded(f"r{number}", "done")
         assert target.agent.num_slots == source.agent.num_slots == 0
     num_bytes = 2 * NUM_TOKENS * BYTES_PER_TOKEN if strategy is Strategy.PACK else 0
     assert source.agent.moved_bytes[Direction.WRITE] == num_bytes
@@ -69,9 +64,7 @@ def test_where_processors_copy_the_source_gathers_into_the_targets_slots(
     monkeypatch.setattr("kvferry.transport.selection.measurement.FAR_SLOWER", 1e9)
     source = make_rank("p0", SOURCE, transport, **({"mover": mover} if mover else {}))
     target = make_rank("d0", TARGET, transport, staging=only(Strategy.PACK))
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    target.next_notice(Fetched)
-    check(target)
+    moved(source, target)
     (met,) = target.agent._event_loop.target._peers
     assert met.costs.gathers_into_peer == (passes == 2)
     sent = source.agent._event_loop.transports.moved_bytes[Direction.WRITE]
@@ -87,15 +80,12 @@ def test_where_processors_copy_the_source_gathers_into_the_targets_slots(
 def test_a_target_that_is_written_to_can_have_it_packed(make_rank):
     source = make_rank("p0", SOURCE)
     target = make_rank("d0", TARGET, direction=Direction.WRITE, staging=only(Strategy.PACK))
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    assert target.next_notice(Fetched).report.strategy == "pack"
-    check(target)
+    assert moved(source, target).strategy == "pack"
 
 
 def test_a_packed_slot_is_one_row_on_the_wire(make_rank):
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, staging=only(Strategy.PACK, 1 << 20))
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    assert target.next_notice(Fetched).report.num_rows == 1
+    assert moved(source, target).num_rows == 1
 
 
 @pytest.mark.parametrize(("of_source", "of_target", "num_peers"), [(2, 1, 2), (4, 2, 2), (2, 4, 1), (2, 2, 1)])
@@ -107,22 +97,14 @@ def test_unequal_parallelism_by_tokens_is_one_row_per_peer_and_chunk(
     sources = make_engine("p0", EngineShape(of_source, 1, 4, 16, "token-major"))
     staging = only(Strategy.PACK, BYTES_PER_TOKEN * 24 // num_chunks // max(of_source, of_target))
     targets = make_engine("d0", EngineShape(of_target, 1, 4, 16, "token-major"), staging=staging)
-    addresses, lease_id = tuple(source.agent.address for source in sources), new_lease_id()
-    reference, *_ = [leased(source, "r1", lease_id) for source in sources]
-    for rank in targets:
-        ranges = (TokenRange(0, NUM_TOKENS),)
-        rank.agent.fetch(FetchRequest("q1", reference, addresses, SOURCE_TABLES, ranges))
-    for rank in targets:
-        assert rank.next_notice(Fetched).report.num_rows == num_peers * num_chunks
-        check(rank, tables=SOURCE_TABLES)
+    reports = moved_between_all(sources, targets, SOURCE_TABLES)
+    assert {report.num_rows for report in reports} == {num_peers * num_chunks}
 
 
 def test_slots_are_no_larger_than_the_source_has_room_for(make_rank):
     source = make_rank("p0", SOURCE, staging_bytes=1 << 14, staging=only(Strategy.DIRECT, 1 << 10))
     target = make_rank("d0", TARGET, staging=only(Strategy.PACK, 1 << 20))
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    report = target.next_notice(Fetched).report
-    check(target)
+    report = moved(source, target)
     assert report.num_rows == -(-report.num_bytes // 4096)
 
 
@@ -132,7 +114,7 @@ def test_slots_that_staging_memory_can_never_have_are_an_error(make_rank, monkey
     small = {"staging_bytes": 1 << 14, "staging": only(Strategy.DIRECT, 1 << 10)}
     source = make_rank("p0", SOURCE, mover=wire_only, **small)
     target = make_rank("d0", TARGET, staging=only(Strategy.PACK, 1 << 20))
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    target.fetch(source, leased(source))
     assert "the slot is larger than staging memory" in str(target.next_notice(FetchFailed).error)
     target.next_notice(BlocksReleased)
     assert source.next_notice(LeaseEnded).reason == "aborted"
@@ -154,7 +136,7 @@ def test_tokens_are_sent_while_others_are_still_computed(make_rank, way, cuts, m
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
     wanted = LeaseRequest("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True)
     reference = source.agent.lease(wanted)
-    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    target.fetch(source, reference)
     for last in cuts:
         oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, last))
         num_blocks = -(-last // SOURCE.block_tokens)
@@ -175,7 +157,7 @@ def test_states_are_sent_while_others_are_still_computed(make_rank, way, monkeyp
     for buffer in source.memory.buffers.values():
         buffer[:] = 0
     reference = source.agent.lease(LeaseRequest("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
-    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    target.fetch(source, reference)
     for number in range(len(source.memory.layout.states)):
         fill_state(source.memory, number, whole)
         source.agent.grow(LeaseProgress("r1", SOURCE_TABLES, 0, Ahead(NUM_TOKENS, number + 1)))
@@ -191,7 +173,7 @@ def fill_state(memory, number, whole):
     placement = layout.placement_of()[layout.states[number].name]
     start = layout.regions[placement.region].address
     for _, _, address in oracle.element_addresses(layout, placement, SOURCE_TABLES, tokens):
-        there = slice(address - start, address - start + ITEM_BYTES)
+        there = slice(address - start, address - start + layout.states[number].item_bytes)
         memory.buffers[start][there] = whole[start][there]
 
 
@@ -199,7 +181,7 @@ def fill_state(memory, number, whole):
 def test_a_prefill_that_comes_to_nothing_ends_the_fetches_of_it(make_rank, way):
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
     reference = source.agent.lease(LeaseRequest("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
-    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    target.fetch(source, reference)
     oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, 8))
     source.agent.grow(LeaseProgress("r1", ((3, 9),), 8))
     source.agent.withdraw("r1")
@@ -215,8 +197,8 @@ def test_prompts_that_are_still_computed_keep_no_staging_memory_from_others(make
     growing = [f"r{number}" for number in range(5)]
     for request_id in growing:
         reference = source.agent.lease(LeaseRequest(request_id, new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
-        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q of {request_id}"))
-    target.agent.fetch(target.wanted(source, leased(source, "computed"), TARGET_TABLES, NUM_TOKENS, "q of computed"))
+        target.fetch(source, reference, f"q of {request_id}")
+    target.fetch(source, leased(source, "computed"), "q of computed")
     assert target.next_notice(Fetched).request_id == "q of computed"
     check(target)
     assert target.agent.num_slots == 0
@@ -227,22 +209,16 @@ def test_prompts_that_are_still_computed_keep_no_staging_memory_from_others(make
     assert {source.next_notice(LeaseEnded).reason for _ in range(6)} == {"done"}
 
 
-def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_path):
+def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, gate):
     """Room for two slots at the source and at each target; thirty requests of five slots each, behind a gate."""
-    gate = Gate(tmp_path / "gate")
     config = {"staging_bytes": 4 << 12, "staging": only(Strategy.PACK)}
     source = make_rank("p0", SOURCE, wrap=gate.behind, mover=wire_only, **config)
     targets = [make_rank(f"d{number}", TARGET, **config) for number in range(3)]
-    for number, target in enumerate(targets):
-        reference = leased(source, f"first of {number}")
-        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, "first"))
-        target.next_notice(Fetched)
-        source.next_notice(LeaseEnded)
+    for target in targets:
+        moved(source, target)
     gate.shut()
     for number in range(30):
-        target, request_id = targets[number % 3], f"q{number}"
-        reference = leased(source, f"r{number}")
-        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, request_id))
+        targets[number % 3].fetch(source, leased(source, f"r{number}"), f"q{number}")
     for _ in range(2):
         gate.wait_for_post()
     gate.open()
@@ -255,31 +231,22 @@ def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_pa
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_source_that_hangs_leaves_staging_memory_to_others(make_engine, make_rank, tmp_path, num_ranks):
+def test_a_source_that_hangs_leaves_staging_memory_to_others(make_engine, make_rank, gate, num_ranks):
     """Room for four slots at the target, and what hangs wants fifteen, however many ranks it has."""
-    gate = Gate(tmp_path / "gate")
     hanging = make_engine("p0", EngineShape(num_ranks, 1, 4, 16, "token-major"), wrap=gate.behind, mover=wire_only)
-    addresses = tuple(rank.agent.address for rank in hanging)
     other = make_rank("p1", SOURCE)
     target = make_rank("d0", TARGET, staging_bytes=8 << 12, staging=only(Strategy.PACK))
 
-    def fetch_from_hanging(request_id):
-        lease_id = new_lease_id()
-        reference, *_ = [leased(rank, f"of {request_id}", lease_id) for rank in hanging]
-        target.agent.fetch(FetchRequest(request_id, reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
-
-    fetch_from_hanging("first")
-    target.next_notice(Fetched)
+    moved_between_all(hanging, [target])
     gate.shut()
-    stuck = [f"q{number}" for number in range(3)]
-    for request_id in stuck:
-        fetch_from_hanging(request_id)
+    for number in range(3):
+        fetch_from_all(hanging, [target], number)
     for _ in range(3):
         gate.wait_for_post()
-    target.agent.fetch(target.wanted(other, leased(other), TARGET_TABLES, NUM_TOKENS, "other"))
+    target.fetch(other, leased(other), "other")
     assert target.next_notice(Fetched).request_id == "other"
     gate.open()
-    assert {target.next_notice(Fetched).request_id for _ in stuck} == set(stuck)
+    assert {target.next_notice(Fetched).request_id for _ in range(3)} == {"q0", "q1", "q2"}
     check(target)
     assert target.agent.num_slots == 0
 
@@ -290,12 +257,8 @@ def test_targets_of_different_parallelism_share_one_source(make_engine, strategy
     sources = make_engine("p0", EngineShape(2, 1, 4, 16, "token-major"))
     shapes = [EngineShape(size, 1, 6, 9, "block-head-major") for size in (1, 4)]
     engines = [make_engine(f"d{n}", shape, staging=only(strategy)) for n, shape in enumerate(shapes)]
-    addresses, ranges = tuple(source.agent.address for source in sources), (TokenRange(0, NUM_TOKENS),)
     for number, ranks in enumerate(engines):
-        lease_id = new_lease_id()
-        reference, *_ = [leased(source, f"r{number}", lease_id) for source in sources]
-        for rank in ranks:
-            rank.agent.fetch(FetchRequest(f"q{number}", reference, addresses, TARGET_TABLES, ranges))
+        fetch_from_all(sources, ranks, number)
     for ranks in engines:
         for rank in ranks:
             assert rank.next_notice(Fetched).report.strategy == strategy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, leased, wire_only
+from agent_support import SOURCE, TARGET, leased, wire_only
 
 from kvferry.agent.cache import host_mover
 from kvferry.plan.digests.subject import DigestPolicy
@@ -135,7 +135,7 @@ def test_what_may_have_been_read_later_is_refused_whenever_the_word_comes(make_r
     target = make_rank("d0", TARGET, **({"digest": DigestPolicy.OFF} | options))
     reference = leased(source)
     meddle(source.agent, lambda: source.agent.withdraw("r1"))
-    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    target.fetch(source, reference)
     assert target.next_notice(FetchFailed).error.reason == "expired"
     target.next_notice(BlocksReleased)
     assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "withdrawn")

@@ -32,25 +32,22 @@ def config_of(name, rank=0):
     return kvferry.AgentConfig(name, "epoch-1", rank, transport="tcp", timing=TIMING)
 
 
-def test_rank_0_answers_for_all_ranks_of_its_engine(memory):
-    async def ask():
-        prefill = [kvferry.open_agent(config_of("prefill", rank), cache_of(memory), print) for rank in (0, 1)]
-        addresses = tuple(agent.address for agent in prefill)
-        async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
+async def test_rank_0_answers_for_all_ranks_of_its_engine(memory):
+    prefill = [kvferry.open_agent(config_of("prefill", rank), cache_of(memory), print) for rank in (0, 1)]
+    addresses = tuple(agent.address for agent in prefill)
+    async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
+        for agent in prefill:
+            agent.start(addresses)
+        try:
+            found = await asyncio.gather(decode.locate(addresses[0]), decode.locate(addresses[0]))
+        finally:
             for agent in prefill:
-                agent.start(addresses)
-            try:
-                return addresses, await asyncio.gather(decode.locate(addresses[0]), decode.locate(addresses[0]))
-            finally:
-                for agent in prefill:
-                    agent.close()
-
-    addresses, found = asyncio.run(ask())
+                agent.close()
     assert found == [kvferry.RemoteEngine("prefill", "epoch-1", addresses)] * 2
 
 
-def test_of_a_server_with_data_parallelism_that_engine_is_found_which_a_number_leads_to(memory):
-    async def ask():
+async def test_of_a_server_with_data_parallelism_that_engine_is_found_which_a_number_leads_to(memory):
+    with contextlib.ExitStack() as held:
         port = hold_ports(held, 2)
         prefill = [
             kvferry.open_agent(replace(config_of(f"prefill-{number}"), port=port + number), cache_of(memory), print)
@@ -61,36 +58,28 @@ def test_of_a_server_with_data_parallelism_that_engine_is_found_which_a_number_l
                 agent.start((agent.address,) * 2, 2)
             try:
                 asked = (decode.locate(prefill[0].address, room) for room in (6, 7, 9))
-                return [engine.engine_id for engine in await asyncio.gather(*asked)]
+                found = [engine.engine_id for engine in await asyncio.gather(*asked)]
             finally:
                 for agent in prefill:
                     agent.close()
-
-    with contextlib.ExitStack() as held:
-        assert asyncio.run(ask()) == ["prefill-0", "prefill-1", "prefill-1"]
+    assert found == ["prefill-0", "prefill-1", "prefill-1"]
 
 
-def test_where_nobody_is_that_is_said_in_time(memory):
-    async def ask():
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
+async def test_where_nobody_is_that_is_said_in_time(memory):
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
+            with pytest.raises(TransferError, match="has said who it is"):
                 await decode.locate(f"tcp://127.0.0.1:{held.getsockname()[1]}")
 
-    with pytest.raises(TransferError, match="has said who it is"):
-        asyncio.run(ask())
 
-
-def test_an_agent_that_stops_says_so_to_who_waits(memory):
-    async def ask():
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
-                waiting = asyncio.ensure_future(decode.locate(f"tcp://127.0.0.1:{held.getsockname()[1]}"))
-                await asyncio.sleep(0)
-        with pytest.raises(TransferError, match="has stopped"):
-            await waiting
-        with pytest.raises(TransferError, match="has stopped"):
-            await decode.locate("tcp://127.0.0.1:1")
-
-    asyncio.run(ask())
+async def test_an_agent_that_stops_says_so_to_who_waits(memory):
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
+            waiting = asyncio.ensure_future(decode.locate(f"tcp://127.0.0.1:{held.getsockname()[1]}"))
+            await asyncio.sleep(0)
+    with pytest.raises(TransferError, match="has stopped"):
+        await waiting
+    with pytest.raises(TransferError, match="has stopped"):
+        await decode.locate("tcp://127.0.0.1:1")

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, leased, wire_only
+from agent_support import MODEL, SOURCE, TARGET, moved, sizes, wire_only
 
 from kvferry import Agent, AgentConfig, Cache
 from kvferry.agent.config import SLOT_BYTES
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.describe import describe
-from kvferry.plan.description.model import attention
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.commands import Fetched, FetchFailed, LeaseEnded
+from kvferry.session.commands import FetchFailed
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.transport.base import Memory
 from kvferry.transport.cma.transport import CrossMemoryTransport
@@ -24,22 +23,8 @@ from kvferry.transport.selection.probe import allocation_bytes
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
 
 NUM_BYTES = 1 << 16
-MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
 PACK = StagingPolicy((Strategy.PACK,), 1 << 12)
 STAGING, PROBE = 4 * SLOT_BYTES, allocation_bytes()
-
-
-@pytest.fixture
-def kept(monkeypatch):
-    """What stays for the life of the process."""
-    memories = []
-    monkeypatch.setattr("kvferry.transport.shm.shared_memory._kept", memories)
-    yield memories
-    memories.clear()
-
-
-def sizes(kept):
-    return sorted(memory.memory.size_bytes for memory in kept)
 
 
 def is_mapped(name):
@@ -121,48 +106,35 @@ def test_an_agent_that_nobody_has_met_keeps_nothing(kept, make_rank):
 @pytest.mark.parametrize("strategy", [Strategy.DIRECT, Strategy.SCATTER])
 def test_agents_whose_transfers_are_over_keep_nothing(kept, make_rank, strategy):
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, staging=StagingPolicy((strategy,), 1 << 12))
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    target.next_notice(Fetched)
-    source.next_notice(LeaseEnded)
+    moved(source, target)
     for rank in (source, target):
         rank.agent.close()
     assert kept == []
 
 
-def test_slots_that_a_source_may_still_write_to_stay_in_place(kept, make_rank, tmp_path):
-    gate = Gate(tmp_path / "gate")
+def test_slots_that_a_source_may_still_write_to_stay_in_place(kept, make_rank, gate):
     source = make_rank("p0", SOURCE, wrap=gate.behind, mover=wire_only)
     target = make_rank("d0", TARGET, staging=PACK, staging_bytes=STAGING)
-    target.agent.fetch(target.wanted(source, leased(source, "first"), TARGET_TABLES, NUM_TOKENS, "first"))
-    target.next_notice(Fetched)
-    source.next_notice(LeaseEnded)
-    gate.shut()
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    gate.wait_for_post()
+    moved(source, target, 0)
+    gate.hold(source, target)
     target.agent.close()
     assert STAGING in sizes(kept)
     gate.open()
 
 
-def test_the_probe_stays_in_place_while_a_target_may_test(kept, make_rank, tmp_path):
-    gate = Gate(tmp_path / "gate")
+def test_the_probe_stays_in_place_while_a_target_may_test(kept, make_rank, gate):
     source, target = make_rank("p0", SOURCE, "cma"), make_rank("d0", TARGET, "cma", wrap=gate.behind)
-    gate.shut()
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    gate.wait_for_post()
+    gate.hold(source, target)
     source.agent.close()
     assert sizes(kept) == [PROBE]
     gate.open()
     target.next_notice(FetchFailed)
 
 
-def test_the_probe_stays_in_place_while_a_source_may_test(kept, make_rank, tmp_path):
-    gate = Gate(tmp_path / "gate")
+def test_the_probe_stays_in_place_while_a_source_may_test(kept, make_rank, gate):
     source = make_rank("p0", SOURCE, "cma", wrap=gate.behind)
     target = make_rank("d0", TARGET, "cma", direction=Direction.WRITE)
-    gate.shut()
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    gate.wait_for_post()
+    gate.hold(source, target)
     target.agent.close()
     assert sizes(kept) == [PROBE]
     gate.open()

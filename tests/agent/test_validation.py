@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from agent_support import NUM_TOKENS, SOURCE, SOURCE_TABLES, TARGET, TARGET_TABLES, check, leased
+from agent_support import NUM_TOKENS, SOURCE, SOURCE_TABLES, TARGET, TARGET_TABLES, leased, moved
 
 from kvferry.errors import RequestError
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.commands import Fetched
+from kvferry.session.commands import LeaseEnded
 from kvferry.session.events import HoldRequest, LeaseProgress, LeaseRequest
 from kvferry.wire.messages import FirstToken, Reference
 
@@ -49,9 +49,7 @@ def pair(make_rank):
 
 def expect_unharmed(source, target):
     """Both still do what they are for."""
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    target.next_notice(Fetched)
-    check(target)
+    moved(source, target)
 
 
 def test_a_lease_that_cannot_travel_is_refused_where_it_is_asked_for(pair):
@@ -73,6 +71,7 @@ def test_growth_that_cannot_travel_is_refused_where_it_is_told(pair):
         with pytest.raises(RequestError, match="cannot be sent"):
             source.agent.grow(wrong)
     source.agent.withdraw("r9")
+    source.next_notice(LeaseEnded)
     expect_unharmed(*pair)
 
 

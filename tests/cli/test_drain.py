@@ -1,6 +1,7 @@
 """What signals mean to a server. They are sent to this very process, whose handlers are those of the server."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -44,16 +45,14 @@ class Server:
         await asyncio.wait_for(self.running, DEADLINE_S)
 
 
-def with_open_request(scenario, limit_s=DEADLINE_S, path=""):
-    async def main():
-        with listening.listen("127.0.0.1", 0) as bound:
-            server = Server(bound, limit_s)
-            async with aiohttp.ClientSession() as session:
-                asking = asyncio.create_task(session.get(server.url + path))
-                await asyncio.wait_for(server.arrived.wait(), DEADLINE_S)
-                await scenario(server, asking)
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def open_request(limit_s=DEADLINE_S, path=""):
+    with listening.listen("127.0.0.1", 0) as bound:
+        server = Server(bound, limit_s)
+        async with aiohttp.ClientSession() as session:
+            asking = asyncio.create_task(session.get(server.url + path))
+            await asyncio.wait_for(server.arrived.wait(), DEADLINE_S)
+            yield server, asking
 
 
 def terminate(number=signal.SIGTERM):
@@ -63,41 +62,35 @@ def terminate(number=signal.SIGTERM):
 FOREVER_S = 1e6
 
 
-def test_a_server_that_nobody_asks_needs_no_time_to_be_noticed(capsys):
-    async def main():
-        with listening.listen("127.0.0.1", 0) as bound:
-            server = Server(bound, FOREVER_S, notice_s=FOREVER_S)
-            server.idle.set()
-            # By then the server has made the signals its own.
-            reader, writer = await asyncio.open_connection(*bound.getsockname())
-            terminate()
-            await server.ended()
-            writer.close()
-            assert await reader.read() == b""
-
-    asyncio.run(main())
+async def test_a_server_that_nobody_asks_needs_no_time_to_be_noticed(capsys):
+    with listening.listen("127.0.0.1", 0) as bound:
+        server = Server(bound, FOREVER_S, notice_s=FOREVER_S)
+        server.idle.set()
+        # By then the server has made the signals its own.
+        reader, writer = await asyncio.open_connection(*bound.getsockname())
+        terminate()
+        await server.ended()
+        writer.close()
+        assert await reader.read() == b""
     assert "to notice" not in capsys.readouterr().err
 
 
-def test_who_has_asked_lately_gets_time_to_notice(capsys):
-    async def main():
-        with listening.listen("127.0.0.1", 0) as bound:
-            server = Server(bound, FOREVER_S, notice_s=FOREVER_S)
-            server.may_answer.set()
-            server.idle.set()
-            async with aiohttp.ClientSession() as session, session.get(server.url) as answer:
-                assert answer.status == 200
-            terminate()
-            await asyncio.wait_for(server.told.wait(), DEADLINE_S)
-            terminate()
-            await server.ended()
-
-    asyncio.run(main())
+async def test_who_has_asked_lately_gets_time_to_notice(capsys):
+    with listening.listen("127.0.0.1", 0) as bound:
+        server = Server(bound, FOREVER_S, notice_s=FOREVER_S)
+        server.may_answer.set()
+        server.idle.set()
+        async with aiohttp.ClientSession() as session, session.get(server.url) as answer:
+            assert answer.status == 200
+        terminate()
+        await asyncio.wait_for(server.told.wait(), DEADLINE_S)
+        terminate()
+        await server.ended()
     assert "1e+06 s for routers to notice, then for open requests" in capsys.readouterr().err
 
 
-def test_sigterm_lets_what_is_open_end():
-    async def scenario(server, asking):
+async def test_sigterm_lets_what_is_open_end():
+    async with open_request() as (server, asking):
         terminate()
         await asyncio.wait_for(server.told.wait(), DEADLINE_S)
         assert not server.running.done()
@@ -107,11 +100,9 @@ def test_sigterm_lets_what_is_open_end():
         server.idle.set()
         await server.ended()
 
-    with_open_request(scenario)
 
-
-def test_a_request_that_comes_during_it_is_answered_too():
-    async def scenario(server, asking):
+async def test_a_request_that_comes_during_it_is_answered_too():
+    async with open_request() as (server, asking):
         terminate()
         await asyncio.wait_for(server.told.wait(), DEADLINE_S)
         server.idle.set()
@@ -121,34 +112,28 @@ def test_a_request_that_comes_during_it_is_answered_too():
             assert [(await each).status for each in (asking, late)] == [200, 200]
         await server.ended()
 
-    with_open_request(scenario)
-
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once(second, capsys):
-    async def scenario(server, asking):
+async def test_a_second_signal_ends_it_at_once(second, capsys):
+    async with open_request() as (server, asking):
         server.idle.set()
         terminate()
         await asyncio.wait_for(server.told.wait(), DEADLINE_S)
         terminate(second)
         await server.ended()
         assert (await asking).status == 503
-
-    with_open_request(scenario)
     assert "nothing is open" not in capsys.readouterr().err.replace("when nothing is open", "")
 
 
-def test_an_interrupt_does_not_drain():
-    async def scenario(server, asking):
+async def test_an_interrupt_does_not_drain():
+    async with open_request() as (server, asking):
         terminate(signal.SIGINT)
         await server.ended()
         assert (await asking).status == 503
 
-    with_open_request(scenario)
 
-
-def test_a_stream_that_is_broken_off_says_so(caplog):
-    async def scenario(server, asking):
+async def test_a_stream_that_is_broken_off_says_so(caplog):
+    async with open_request(path="/stream") as (server, asking):
         terminate(signal.SIGINT)
         await server.ended()
         answer = await asking
@@ -156,41 +141,34 @@ def test_a_stream_that_is_broken_off_says_so(caplog):
         piece, last, rest = (await answer.text()).split("\n\n")
         assert (piece, rest) == ('data: {"n": 1}', "")
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_ended"
-
-    with_open_request(scenario, path="/stream")
     assert not caplog.records
 
 
-def test_what_is_cut_in_the_middle_of_an_event_gets_no_other():
+async def test_what_is_cut_in_the_middle_of_an_event_gets_no_other():
     async def half(scope, receive, send):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b'data: {"n"', "more_body": True})
         await asyncio.Event().wait()
 
-    async def main():
-        sent = []
+    sent = []
 
-        async def send(message):
-            sent.append(message)
+    async def send(message):
+        sent.append(message)
 
-        requests = OpenRequests(half)
-        asking = asyncio.create_task(requests({"type": "http"}, None, send))
-        while len(sent) < 2:
-            await asyncio.sleep(0)
-        requests.break_off()
-        await asking
-        assert (len(sent), requests.num_open, requests.none_open.is_set()) == (2, 0, True)
-
-    asyncio.run(main())
+    requests = OpenRequests(half)
+    asking = asyncio.create_task(requests({"type": "http"}, None, send))
+    while len(sent) < 2:
+        await asyncio.sleep(0)
+    requests.break_off()
+    await asking
+    assert (len(sent), requests.num_open, requests.none_open.is_set()) == (2, 0, True)
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 0.1])
-def test_draining_takes_no_longer_than_its_time(limit_s):
-    async def scenario(server, asking):
+async def test_draining_takes_no_longer_than_its_time(limit_s):
+    async with open_request(limit_s) as (server, asking):
         terminate()
         await server.ended()
         assert server.told.is_set()
         assert (await asking).status == 503
-
-    with_open_request(scenario, limit_s)

@@ -9,18 +9,14 @@ from kvferry.cli.server import http, listening
 DEADLINE_S = 30.0
 
 
-def test_a_server_ends_when_what_it_depends_on_has_ended():
+async def test_a_server_ends_when_what_it_depends_on_has_ended():
     """So a process whose transfer agent has died does not stay up unable to do its job."""
-
-    async def serve():
-        ended = asyncio.Event()
-        with listening.listen("127.0.0.1", 0) as bound:
-            running = asyncio.create_task(http.run(Starlette(), bound, [ended.wait()], 1, http.Drain(0.0, list)))
-            _, writer = await asyncio.open_connection(*bound.getsockname())
-            writer.close()
-            await writer.wait_closed()
-            assert not running.done()
-            ended.set()
-            await asyncio.wait_for(running, DEADLINE_S)
-
-    asyncio.run(serve())
+    ended = asyncio.Event()
+    with listening.listen("127.0.0.1", 0) as bound:
+        running = asyncio.create_task(http.run(Starlette(), bound, [ended.wait()], 1, http.Drain(0.0, list)))
+        _, writer = await asyncio.open_connection(*bound.getsockname())
+        writer.close()
+        await writer.wait_closed()
+        assert not running.done()
+        ended.set()
+        await asyncio.wait_for(running, DEADLINE_S)

@@ -49,47 +49,37 @@ async def ask(url: str, method: str = "GET", **headers: str) -> tuple[int, dict[
 
 
 @pytest.mark.parametrize("shown", ["", "Bearer", "Bearer wrong", "Basic first-key", "first-key", "Bearer first-key2"])
-def test_the_api_needs_a_key_and_says_so(shown: str) -> None:
-    async def main() -> None:
-        headers = {"authorization": shown} if shown else {}
-        async with served(Access(KEYS)) as url:
-            for path in ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-                status, told, text = await ask(url + path, **headers)
-                assert (status, told["www-authenticate"]) == (401, "Bearer"), path
-                error = json.loads(text)["error"]
-                assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
-                assert not any(key in text for key in KEYS)
-
-    asyncio.run(main())
+async def test_the_api_needs_a_key_and_says_so(shown: str) -> None:
+    headers = {"authorization": shown} if shown else {}
+    async with served(Access(KEYS)) as url:
+        for path in ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            status, told, text = await ask(url + path, **headers)
+            assert (status, told["www-authenticate"]) == (401, "Bearer"), path
+            error = json.loads(text)["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+            assert not any(key in text for key in KEYS)
 
 
 @pytest.mark.parametrize(("given", "is_kept"), [("trip-7", True), ("", False), ("a,b", False)])
-def test_who_is_refused_gets_an_id_that_the_server_is_told(given: str, is_kept: bool) -> None:
+async def test_who_is_refused_gets_an_id_that_the_server_is_told(given: str, is_kept: bool) -> None:
     ids: list[str] = []
-
-    async def main() -> None:
-        headers = {"x_request_id": given} if given else {}
-        async with served(Access(KEYS), lambda scope, request_id: ids.append(request_id)) as url:
-            status, told, _ = await ask(f"{url}/v1/models", **headers)
-            assert (status, [told["x-request-id"]]) == (401, ids)
-            assert (await ask(f"{url}/v1/models", authorization="Bearer first-key"))[0] == 200
-
-    asyncio.run(main())
+    headers = {"x_request_id": given} if given else {}
+    async with served(Access(KEYS), lambda scope, request_id: ids.append(request_id)) as url:
+        status, told, _ = await ask(f"{url}/v1/models", **headers)
+        assert (status, [told["x-request-id"]]) == (401, ids)
+        assert (await ask(f"{url}/v1/models", authorization="Bearer first-key"))[0] == 200
     assert len(ids) == 1
     assert (ids == [given]) == is_kept
 
 
-def test_every_key_is_good_and_what_operators_ask_needs_none() -> None:
-    async def main() -> None:
-        async with served(Access(KEYS)) as url:
-            for key in KEYS:
-                for scheme in ("Bearer", "bearer"):
-                    status, _, text = await ask(f"{url}/v1/models", authorization=f"{scheme} {key}")
-                    assert (status, json.loads(text)["shown"]) == (200, None), "an engine behind it would learn the key"
-            for path in ("/health", "/ready", "/metrics", "/version", "/kvferry/info", "/v1x"):
-                assert (await ask(url + path))[0] == 200, path
-
-    asyncio.run(main())
+async def test_every_key_is_good_and_what_operators_ask_needs_none() -> None:
+    async with served(Access(KEYS)) as url:
+        for key in KEYS:
+            for scheme in ("Bearer", "bearer"):
+                status, _, text = await ask(f"{url}/v1/models", authorization=f"{scheme} {key}")
+                assert (status, json.loads(text)["shown"]) == (200, None), "an engine behind it would learn the key"
+        for path in ("/health", "/ready", "/metrics", "/version", "/kvferry/info", "/v1x"):
+            assert (await ask(url + path))[0] == 200, path
 
 
 def test_without_keys_and_origins_nothing_is_in_the_way() -> None:
@@ -97,21 +87,18 @@ def test_without_keys_and_origins_nothing_is_in_the_way() -> None:
     assert guarded(app, Access(), lambda *_: None) is app
 
 
-def test_pages_of_an_origin_may_ask_and_can_read_refusals() -> None:
-    async def main() -> None:
-        async with served(Access(KEYS, origins=(PAGE,))) as url:
-            preflight = {"access_control_request_method": "POST", "access_control_request_headers": "authorization"}
-            status, told, _ = await ask(f"{url}/v1/completions", "OPTIONS", origin=PAGE, **preflight)
-            assert (status, told["access-control-allow-origin"]) == (200, PAGE)
-            status, told, _ = await ask(f"{url}/v1/completions", "POST", origin=PAGE)
-            assert (status, told["access-control-allow-origin"]) == (401, PAGE)
-            status, told, _ = await ask(f"{url}/v1/models", origin=PAGE, authorization="Bearer first-key")
-            assert status == 200
-            assert "x-kvferry-cache" in told["access-control-expose-headers"]
-            _, told, _ = await ask(f"{url}/v1/models", origin="https://other.example", authorization="Bearer first-key")
-            assert "access-control-allow-origin" not in told
-
-    asyncio.run(main())
+async def test_pages_of_an_origin_may_ask_and_can_read_refusals() -> None:
+    async with served(Access(KEYS, origins=(PAGE,))) as url:
+        preflight = {"access_control_request_method": "POST", "access_control_request_headers": "authorization"}
+        status, told, _ = await ask(f"{url}/v1/completions", "OPTIONS", origin=PAGE, **preflight)
+        assert (status, told["access-control-allow-origin"]) == (200, PAGE)
+        status, told, _ = await ask(f"{url}/v1/completions", "POST", origin=PAGE)
+        assert (status, told["access-control-allow-origin"]) == (401, PAGE)
+        status, told, _ = await ask(f"{url}/v1/models", origin=PAGE, authorization="Bearer first-key")
+        assert status == 200
+        assert "x-kvferry-cache" in told["access-control-expose-headers"]
+        _, told, _ = await ask(f"{url}/v1/models", origin="https://other.example", authorization="Bearer first-key")
+        assert "access-control-allow-origin" not in told
 
 
 @pytest.mark.parametrize("key", ["", "two words", "cl\u00e9", "line\nend"])

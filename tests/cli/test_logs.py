@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -91,16 +90,13 @@ def test_the_format_is_chosen(format_, capsys):
         (b"{}", {"x-request-id": "no id"}, 400, "invalid_request"),
     ],
 )
-def test_a_request_that_is_refused_is_a_line_too(body, headers, status, code, caplog):
-    async def main():
-        async with (
-            cluster([], [decode_engine()]) as c,
-            c.session.post(c.url + "/v1/completions", data=body, headers=headers) as response,
-        ):
-            assert response.status == status
-
-    with caplog.at_level(logging.INFO, "kvferry.router.access"):
-        asyncio.run(main())
+async def test_a_request_that_is_refused_is_a_line_too(body, headers, status, code, caplog):
+    caplog.set_level(logging.INFO, "kvferry.router.access")
+    async with (
+        cluster([], [decode_engine()]) as c,
+        c.session.post(c.url + "/v1/completions", data=body, headers=headers) as response,
+    ):
+        assert response.status == status
     (record,) = [record for record in caplog.records if record.name == "kvferry.router.access"]
     fields = vars(record)["fields"]
     # An id that no engine could be shown is not written into a log either.
@@ -112,35 +108,22 @@ def test_a_request_that_is_refused_is_a_line_too(body, headers, status, code, ca
 ASKED = {"prompt": "x"}
 
 
-def test_a_request_that_meets_a_defect_is_one_line_with_its_id(caplog, monkeypatch):
+async def test_a_request_that_meets_a_defect_is_one_line_with_its_id(caplog, monkeypatch):
     monkeypatch.setattr(InstancePool, "reserve", lambda *_: 1 / 0)
-
-    async def main():
-        async with (
-            cluster([], [decode_engine()]) as c,
-            c.session.post(
-                c.url + "/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine"}
-            ) as response,
-        ):
-            assert response.status == 500
-
-    with caplog.at_level(logging.INFO, "kvferry.router.access"):
-        asyncio.run(main())
+    caplog.set_level(logging.INFO, "kvferry.router.access")
+    async with cluster([], [decode_engine()]) as c:
+        assert (await c.complete(headers={"x-request-id": "mine"})).status == 500
     (record,) = [record for record in caplog.records if record.name == "kvferry.router.access"]
     assert (vars(record)["fields"]["request_id"], vars(record)["fields"]["status"]) == ("mine", 500)
 
 
-def test_each_request_is_a_line_with_the_clients_id(caplog):
-    async def main():
-        async with cluster([prefill_engine("p0", failing(500, "no"))], [decode_engine()]) as c:
-            await c.complete(headers={"x-request-id": "from-the-client"})
-            return c.decode[0].url
-
-    with caplog.at_level(logging.INFO, "kvferry.router.access"):
-        decode_url = asyncio.run(main())
+async def test_each_request_is_a_line_with_the_clients_id(caplog):
+    caplog.set_level(logging.INFO, "kvferry.router.access")
+    async with cluster([prefill_engine("p0", failing(500, "no"))], [decode_engine()]) as c:
+        await c.complete(headers={"x-request-id": "from-the-client"})
     (record,) = [record for record in caplog.records if record.name == "kvferry.router.access"]
     fields = vars(record)["fields"]
-    assert (fields["request_id"], fields["status"], fields["decode"]) == ("from-the-client", 200, decode_url)
+    assert (fields["request_id"], fields["status"], fields["decode"]) == ("from-the-client", 200, c.decode[0].url)
     assert (fields["path"], fields["reason"]) == ("decode-only", "prefill_failed")
     assert set(fields["phases_s"]) == {"queue", "prefill", "first_decode"}
     (trouble,) = [record for record in caplog.records if record.name == "kvferry.router.flow.dispatcher"]

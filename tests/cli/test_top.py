@@ -92,34 +92,28 @@ def test_a_frame_shows_who_is_there_and_what_is_out():
     assert "incompatible: http://p0" in text
 
 
-def test_a_frame_of_a_real_router_has_its_figures():
-    async def main():
-        async with cluster([prefill_engine()], [decode_engine()]) as c:
-            before = reading_of(await c.metrics(), 0.0)
-            for _ in range(4):
-                await c.complete({"prompt": "x", "stream": True})
-            frame = Frame(before, reading_of(await c.metrics(), 2.0), await c.members())
-            found = summary(frame)
-            assert found["requests_per_s"] == 2
-            # Three frames and the end of each stream: those that come together are counted, too.
-            assert found["ttft_p50_s"] > 0
-            assert set(found["phases_s"]) == {"queue", "prefill", "first_decode"}
-            assert "2.0 requests/s" in shown(frame)
-
-    asyncio.run(main())
+async def test_a_frame_of_a_real_router_has_its_figures():
+    async with cluster([prefill_engine()], [decode_engine()]) as c:
+        before = reading_of(await c.metrics(), 0.0)
+        for _ in range(4):
+            await c.complete({"prompt": "x", "stream": True})
+        frame = Frame(before, reading_of(await c.metrics(), 2.0), await c.members())
+        found = summary(frame)
+        assert found["requests_per_s"] == 2
+        # Three frames and the end of each stream: those that come together are counted, too.
+        assert found["ttft_p50_s"] > 0
+        assert set(found["phases_s"]) == {"queue", "prefill", "first_decode"}
+        assert "2.0 requests/s" in shown(frame)
 
 
-def test_once_shows_totals_since_the_router_started(capsys):
-    async def main():
-        async with cluster([prefill_engine()], [decode_engine()]) as c:
-            for _ in range(3):
-                await c.complete({"prompt": "x", "stream": True})
-            no_nap = lambda seconds: pytest.fail("waited")  # noqa: E731
-            for as_json in (False, True):
-                options = TopOptions(c.url, 2.0, once=True, as_json=as_json)
-                await asyncio.to_thread(command.top, options, no_nap)
-
-    asyncio.run(main())
+async def test_once_shows_totals_since_the_router_started(capsys):
+    async with cluster([prefill_engine()], [decode_engine()]) as c:
+        for _ in range(3):
+            await c.complete({"prompt": "x", "stream": True})
+        no_nap = lambda seconds: pytest.fail("waited")  # noqa: E731
+        for as_json in (False, True):
+            options = TopOptions(c.url, 2.0, once=True, as_json=as_json)
+            await asyncio.to_thread(command.top, options, no_nap)
     *table, line = capsys.readouterr().out.splitlines()
     assert table[0].startswith("3 requests ")
     assert "since the router started" in table[0]
@@ -136,36 +130,30 @@ def test_what_did_not_happen_took_no_time_at_all():
     assert "p50 -" in shown(Frame(reading, reading, MEMBERS))
 
 
-def test_into_a_pipe_frames_follow_one_another(capsys):
+async def test_into_a_pipe_frames_follow_one_another(capsys):
     naps = iter([None, None])
 
     def sleep(seconds):
         if next(naps, 0) is not None:
             raise KeyboardInterrupt
 
-    async def main():
-        async with cluster([], [decode_engine()]) as c:
-            options = TopOptions(c.url, 2.0, once=False, as_json=False)
-            with pytest.raises(KeyboardInterrupt):
-                await asyncio.to_thread(command.top, options, sleep)
-            assert capsys.readouterr().out.count(c.decode[0].url) == 2
-
-    asyncio.run(main())
+    async with cluster([], [decode_engine()]) as c:
+        options = TopOptions(c.url, 2.0, once=False, as_json=False)
+        with pytest.raises(KeyboardInterrupt):
+            await asyncio.to_thread(command.top, options, sleep)
+        assert capsys.readouterr().out.count(c.decode[0].url) == 2
 
 
-def test_the_command_asks_a_running_router(capsys):
-    async def main():
-        async with cluster([], [decode_engine()]) as c:
-            options = TopOptions(c.url, 2.0, once=True, as_json=True)
-            await asyncio.to_thread(command.top, options, lambda _: None)
-            told = json.loads(capsys.readouterr().out)
-            assert [member["role"] for member in told["members"]] == ["decode"]
-            await asyncio.to_thread(command.top, TopOptions(c.url, 2.0, once=True, as_json=False), lambda _: None)
-            told = capsys.readouterr().out
-            assert c.decode[0].url in told
-            assert told.endswith("\n")
-
-    asyncio.run(main())
+async def test_the_command_asks_a_running_router(capsys):
+    async with cluster([], [decode_engine()]) as c:
+        options = TopOptions(c.url, 2.0, once=True, as_json=True)
+        await asyncio.to_thread(command.top, options, lambda _: None)
+        told = json.loads(capsys.readouterr().out)
+        assert [member["role"] for member in told["members"]] == ["decode"]
+        await asyncio.to_thread(command.top, TopOptions(c.url, 2.0, once=True, as_json=False), lambda _: None)
+        told = capsys.readouterr().out
+        assert c.decode[0].url in told
+        assert told.endswith("\n")
 
 
 def test_a_router_that_is_not_there_is_said_to_be_so():
@@ -174,14 +162,11 @@ def test_a_router_that_is_not_there_is_said_to_be_so():
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_an_engine_is_no_router(once):
-    async def main():
-        async with cluster([], [decode_engine()]) as c:
-            options = TopOptions(c.decode[0].url, 2.0, once, as_json=False)
-            with pytest.raises(ConfigurationError, match="no router answers"):
-                await asyncio.to_thread(command.top, options, lambda _: None)
-
-    asyncio.run(main())
+async def test_an_engine_is_no_router(once):
+    async with cluster([], [decode_engine()]) as c:
+        options = TopOptions(c.decode[0].url, 2.0, once, as_json=False)
+        with pytest.raises(ConfigurationError, match="no router answers"):
+            await asyncio.to_thread(command.top, options, lambda _: None)
 
 
 def test_what_lies_past_the_last_edge_is_put_at_the_last_edge():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -41,23 +42,18 @@ class Caller:
                 await self.got.wait()
 
 
-def passing(test):
-    """Run a test with a response between vLLM and a caller."""
-
-    async def main():
-        caller, starts = Caller(), PrefillStarts()
-        response = EarlyResponse(starts, "early-1", PROMISE, caller.send)
-        try:
-            await test(response, caller, starts)
-        finally:
-            response.close()
-        assert len(starts) == 0
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def response_between():
+    """A response between vLLM and a caller."""
+    caller, starts = Caller(), PrefillStarts()
+    response = EarlyResponse(starts, "early-1", PROMISE, caller.send)
+    with contextlib.closing(response):
+        yield response, caller, starts
+    assert len(starts) == 0
 
 
-def test_the_promise_is_told_when_the_prompt_is_begun():
-    async def test(response, caller, starts):
+async def test_the_promise_is_told_when_the_prompt_is_begun():
+    async with response_between() as (response, caller, starts):
         await response.send(HEAD)
         for _ in range(5):
             await asyncio.sleep(0)
@@ -70,59 +66,47 @@ def test_the_promise_is_told_when_the_prompt_is_begun():
         await response.send(body(b"", more=False))
         assert caller.messages == [HEAD, PROMISE, body(b"data: token\n\n"), body(b"", more=False)]
 
-    passing(test)
 
-
-def test_a_prompt_may_be_begun_before_its_stream_is():
-    async def test(response, caller, starts):
+async def test_a_prompt_may_be_begun_before_its_stream_is():
+    async with response_between() as (response, caller, starts):
         starts.note("early-1")
         await response.send(HEAD)
         await caller.until(2)
         assert caller.messages == [HEAD, PROMISE]
 
-    passing(test)
 
-
-def test_without_news_the_promise_comes_before_the_first_token():
-    async def test(response, caller, starts):
+async def test_without_news_the_promise_comes_before_the_first_token():
+    async with response_between() as (response, caller, _starts):
         await response.send(HEAD)
         await response.send(body(b"data: token\n\n"))
         assert caller.messages == [HEAD, PROMISE, body(b"data: token\n\n")]
 
-    passing(test)
 
-
-def test_news_and_the_first_token_at_once_are_told_in_order_and_once():
-    async def test(response, caller, starts):
+async def test_news_and_the_first_token_at_once_are_told_in_order_and_once():
+    async with response_between() as (response, caller, starts):
         await response.send(HEAD)
         starts.note("early-1")
         await asyncio.gather(response.send(body(b"1")), asyncio.sleep(0))
         await response.send(body(b"2"))
         assert caller.messages == [HEAD, PROMISE, body(b"1"), body(b"2")]
 
-    passing(test)
-
 
 @pytest.mark.parametrize(
     "head", [{**HEAD, "status": 400}, {**HEAD, "headers": [(b"content-type", b"application/json")]}]
 )
-def test_any_other_answer_passes_as_it_is(head):
-    async def test(response, caller, starts):
+async def test_any_other_answer_passes_as_it_is(head):
+    async with response_between() as (response, caller, starts):
         await response.send(head)
         starts.note("early-1")
         await response.send(body(b"{}", more=False))
         assert caller.messages == [head, body(b"{}", more=False)]
 
-    passing(test)
 
-
-def test_a_caller_that_has_left_is_told_nothing():
-    async def test(response, caller, starts):
+async def test_a_caller_that_has_left_is_told_nothing():
+    async with response_between() as (response, caller, starts):
         await response.send(HEAD)
         response.close()
         starts.note("early-1")
         for _ in range(5):
             await asyncio.sleep(0)
         assert caller.messages == [HEAD]
-
-    passing(test)

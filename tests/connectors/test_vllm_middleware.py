@@ -426,7 +426,7 @@ def test_an_answer_does_not_depend_on_what_workers_say_of_a_withdrawn_cache(work
     assert asked(body=PREFILL, says=head(500), extension="").sent[0]["status"] == 500
 
 
-def test_releases_are_passed_on_one_by_one():
+async def test_releases_are_passed_on_one_by_one():
     """Anybody may send them, and vLLM stops computing for each."""
     open_calls, most = set(), []
 
@@ -437,18 +437,16 @@ def test_releases_are_passed_on_one_by_one():
         open_calls.remove(args)
         return ["released"]
 
-    async def release_all():
-        state = Vllm().state
-        state.engine_client.collective_rpc = collective_rpc
-        workers = Workers()
-        references = [Reference("p", "epoch", f"r-{i}", "lease") for i in range(5)]
-        return await asyncio.gather(*(workers.release(state, reference) for reference in references))
-
-    assert asyncio.run(release_all()) == [True] * 5
+    state = Vllm().state
+    state.engine_client.collective_rpc = collective_rpc
+    workers = Workers()
+    references = [Reference("p", "epoch", f"r-{i}", "lease") for i in range(5)]
+    released = await asyncio.gather(*(workers.release(state, reference) for reference in references))
+    assert released == [True] * 5
     assert most == [1] * 5
 
 
-def test_clients_that_leave_while_workers_are_asked_are_told_of_together():
+async def test_clients_that_leave_while_workers_are_asked_are_told_of_together():
     asked_for = []
 
     async def collective_rpc(method, args):
@@ -456,13 +454,10 @@ def test_clients_that_leave_while_workers_are_asked_are_told_of_together():
         await asyncio.sleep(0)
         return [False]
 
-    async def withdraw_all():
-        state = Vllm().state
-        state.engine_client.collective_rpc = collective_rpc
-        workers = Workers()
-        await asyncio.gather(*(workers.withdraw_lease(state, f"cmpl-{i}-0") for i in range(5)))
-
-    asyncio.run(withdraw_all())
+    state = Vllm().state
+    state.engine_client.collective_rpc = collective_rpc
+    workers = Workers()
+    await asyncio.gather(*(workers.withdraw_lease(state, f"cmpl-{i}-0") for i in range(5)))
     assert asked_for == [["cmpl-0-0"], [f"cmpl-{i}-0" for i in range(1, 5)]]
 
 

@@ -10,15 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-from conftest import DEADLINE_S, HEADERS, eventually, metric
+from conftest import DEADLINE_S, HEADERS, READY_S, eventually, get, metric
 
-READY_S = 240.0
 GRANTED = 'kvferry_engine_blocks{state="granted"}'
 GATED = Path(__file__).with_name("chaos_serve.py")
 
@@ -137,14 +135,18 @@ class Process:
         return get(f"{self.url}/ready")
 
 
-def get(url: str) -> tuple[int, dict]:
-    """Status and JSON."""
+@contextlib.contextmanager
+def running(*processes: Process):
+    """They start at the same time and serve; all are ended in the end."""
     try:
-        with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
-            return response.status, json.load(response)
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return refused.code, json.load(refused)
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.wait()
+        yield
+    finally:
+        for process in processes:
+            process.close()
 
 
 class Asking:

@@ -12,9 +12,12 @@ import pytest
 
 from kvferry.cli.up.fleet import Fleet, FleetOptions
 from kvferry.cli.up.output_check import Answer, Question, ask
+from kvferry.cli.up.processes import Child
 from kvferry.embedded.model.tiny import ensure_tiny_model
 
 DEADLINE_S = 60.0
+READY_S = 240.0
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 HEADERS = {"content-type": "application/json", "x-kvferry-report": "true"}
 BYTES_PER_TOKEN = 4 * 2 * 4 * 64 * 4  # layers, K and V, KV heads, head dim, float32
 
@@ -77,6 +80,23 @@ def start_fleet(tiny_model, tmp_path_factory) -> Iterator[Callable[..., Fleet]]:
         fleet.__exit__(None, None, None)
 
 
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., tuple[Child, dict]]]:
+    """Starts a command, with the log `{name}.log`; returns its process and what it says once it serves."""
+    children = []
+
+    def begin(name: str, *arguments: str) -> tuple[Child, dict]:
+        child = Child(name, arguments, tmp_path / f"{name}.log")
+        children.append(child)
+        return child, child.wait_until_ready(time.monotonic() + READY_S)
+
+    yield begin
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.stop()
+
+
 def silent(text: str) -> None:
     """Nobody watches a test type."""
 
@@ -93,14 +113,30 @@ def post(url: str, body: object) -> dict:
         return json.load(response)
 
 
-def ready(fleet: Fleet) -> dict:
-    """What the router says of its engines."""
+def prefilled(url: str, prompt: list[int], **more: object) -> dict:
+    """What the prefill request alone, as a proxy sends it to an engine, answers for the decode request."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE, **more}
+    return post(f"{url}/v1/completions", body)["kv_transfer_params"]
+
+
+def get(url: str) -> tuple[int, dict]:
+    """Status and JSON."""
     try:
-        with urllib.request.urlopen(f"{fleet.url}/ready", timeout=DEADLINE_S) as response:
-            return json.load(response)
+        with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
+            return response.status, json.load(response)
     except urllib.error.HTTPError as refused:
         with refused:
-            return json.load(refused)
+            return refused.code, json.load(refused)
+
+
+def ready(fleet: Fleet) -> dict:
+    """What the router says of its engines."""
+    return get(f"{fleet.url}/ready")[1]
+
+
+def members(url: str) -> list[dict]:
+    """What a router knows of its instances."""
+    return get(f"{url}/kvferry/members")[1]["members"]
 
 
 def metric(url: str, name: str) -> float:

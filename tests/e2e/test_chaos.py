@@ -12,8 +12,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from chaos_support import Asking, Process, get, samples, since, usage_of
-from conftest import DEADLINE_S, eventually, metric, post
+from chaos_support import Asking, Process, running, samples, since, usage_of
+from conftest import DEADLINE_S, eventually, get, metric, prefilled
 from test_main_job import prompt_of
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,6 @@ LEASE_S = 6.0
 PREFILL_TIMEOUT_S = 6.0
 STALL_S = 6.0
 MAX_GROWTH_BYTES = 32 << 20
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 EVENTS = 'kvferry_agent_events_total{{reason="{}",what="fetches_failed"}}'
 RELEASES = 'kvferry_router_releases_total{{reason="{}"}}'
 seeds = itertools.count(100)
@@ -35,20 +34,12 @@ def site(tiny_model, tmp_path_factory):
     common = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", "tcp", "--num-blocks", "600")
     # The gates are where the decode engines read.
     common += ("--lease-timeout", str(LEASE_S), "--strategy", "direct", "--transfer-direction", "pull")
-    engines = [Process(logs / f"{name}.log", "serve", "--engine-id", name, *common) for name in ("p0", "d0", "d1")]
-    router = None
-    try:
-        for engine in engines:
-            engine.start()
-        p, d, spare = (engine.wait() for engine in engines)
-        urls = ("--prefill", p.url, "--decode", d.url)
-        limits = ("--prefill-timeout", str(PREFILL_TIMEOUT_S), "--stall-timeout", str(STALL_S))
-        router = Process(logs / "router.log", "route", *urls, *limits).restart()
-        yield SimpleNamespace(p=p, d=d, spare=spare, router=router, logs=logs)
-    finally:
-        for process in (router, *engines):
-            if process is not None:
-                process.close()
+    p, d, spare = (Process(logs / f"{name}.log", "serve", "--engine-id", name, *common) for name in ("p0", "d0", "d1"))
+    limits = ("--prefill-timeout", str(PREFILL_TIMEOUT_S), "--stall-timeout", str(STALL_S))
+    with running(p, d, spare):
+        router = Process(logs / "router.log", "route", "--prefill", p.url, "--decode", d.url, *limits)
+        with running(router):
+            yield SimpleNamespace(p=p, d=d, spare=spare, router=router, logs=logs)
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +65,7 @@ def works(site, num_tokens=40):
 
 
 def prefill(site, prompt):
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
-    return post(f"{site.p.url}/v1/completions", body)["kv_transfer_params"]
+    return prefilled(site.p.url, prompt)
 
 
 def decode(site, prompt, params):
@@ -410,8 +400,7 @@ def test_engines_that_are_replaced_one_after_the_other_lose_no_request(site):
             if asking.status != 200 or answer["choices"][0]["token_ids"] != expected[i]:
                 wrong.append((asking.status, answer))
 
-    try:
-        router.restart()
+    with running(router):
         eventually(lambda: get(f"{router.url}/ready")[1]["num_ready_decode"] == 2, "the router has found both")
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             asking = [pool.submit(ask, i) for i in range(3)]
@@ -424,8 +413,6 @@ def test_engines_that_are_replaced_one_after_the_other_lose_no_request(site):
                 over.set()
             for each in asking:
                 each.result(DEADLINE_S)
-    finally:
-        router.close()
     print(f"\n{num_answers[0]} answers")
     assert not wrong
 

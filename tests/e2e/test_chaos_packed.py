@@ -6,14 +6,13 @@ The source writes what is packed, over tcp and through a gate, so that "amid" is
 from types import SimpleNamespace
 
 import pytest
-from chaos_support import Asking, Process, since
-from conftest import eventually, post
+from chaos_support import Asking, Process, running, since
+from conftest import eventually, prefilled
 from test_main_job import prompt_of
 
 pytestmark = pytest.mark.slow
 
 LEASE_S = 4.0
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +22,8 @@ def site(tiny_model, tmp_path_factory):
     common = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", "tcp", "--num-blocks", "600")
     common += ("--strategy", "pack", "--lease-timeout", str(LEASE_S))
     p, d = (Process(logs / f"{name}.log", "serve", "--engine-id", name, *common) for name in ("p0", "d0"))
-    try:
-        for engine in (p, d):
-            engine.start()
-        for engine in (p, d):
-            engine.wait()
+    with running(p, d):
         yield SimpleNamespace(p=p, d=d)
-    finally:
-        for engine in (p, d):
-            engine.close()
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +43,7 @@ def works(site):
 
 def read(site, prompt):
     """The decode request of a prompt that is computed, under way."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
-    params = post(f"{site.p.url}/v1/completions", body)["kv_transfer_params"]
+    params = prefilled(site.p.url, prompt)
     return Asking(site.d.url, {"prompt": prompt, "max_tokens": 12, "kv_transfer_params": params})
 
 

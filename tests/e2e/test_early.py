@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chaos_support import Asking, Process
+from chaos_support import Asking, Process, running
 from conftest import BYTES_PER_TOKEN, eventually, metric
 from test_main_job import prompt_of
 
@@ -39,16 +39,8 @@ def site(tiny_model, tmp_path_factory):
         way: Process(logs / f"{way}.log", "serve", "--engine-id", way, *common, *options)
         for way, options in WAYS.items()
     }
-    everybody = (p, *targets.values())
-    try:
-        for process in everybody:
-            process.start()
-        for process in everybody:
-            process.wait()
+    with running(p, *targets.values()):
         yield SimpleNamespace(p=p, targets=targets)
-    finally:
-        for process in everybody:
-            process.close()
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +48,8 @@ def router(site, tmp_path_factory):
     """Before the prefill engine and the one that has everything packed."""
     urls = ("--prefill", site.p.url, "--decode", site.targets["pack"].url)
     process = Process(tmp_path_factory.mktemp("router") / "router.log", "route", *urls, "--early-decode-from", "256")
-    try:
-        yield process.start().wait()
-    finally:
-        process.close()
+    with running(process):
+        yield process
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +59,9 @@ def nothing_is_lost(site):
         engine.until_free()
 
 
-def begun(site, prompt):
+def begun(engine, prompt):
     """The prefill request, under way, and the reference that it began with."""
-    prefill = Asking(site.p.url, {"prompt": prompt, "max_tokens": 1, "stream": True, "kv_transfer_params": EARLY})
+    prefill = Asking(engine.url, {"prompt": prompt, "max_tokens": 1, "stream": True, "kv_transfer_params": EARLY})
     eventually(lambda: b"\n\n" in prefill.text, "the prefill request has begun")
     return prefill, json.loads(prefill.text.partition(b"\n\n")[0].removeprefix(b"data: "))["kv_transfer_params"]
 
@@ -103,17 +93,21 @@ def expect_end(prefill, prompt, expected):
     assert last["kvferry"]["tokens_computed"] == len(prompt)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_answer_is_that_of_one_engine(site, way):
-    """At full speed: nothing is kept back."""
-    target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=1)
+def expect_moved_twice(source, target, prompt):
+    """The answer is that of one engine, from a cache that has come."""
     expected = alone(target, prompt)
     for _ in range(2):
-        prefill, params = begun(site, prompt)
+        prefill, params = begun(source, prompt)
         answer = decoding(target, prompt, params).answer()
         assert tokens_of(answer) == expected
         assert (answer["kvferry"]["recomputed"], answer["kvferry"]["tokens_computed"]) == ("", 1)
         expect_end(prefill, prompt, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_answer_is_that_of_one_engine(site, way):
+    """At full speed: nothing is kept back."""
+    expect_moved_twice(site.p, site.targets[way], prompt_of(NUM_TOKENS, seed=1))
 
 
 def test_what_a_layer_has_computed_may_leave_before_its_step_has_ended(site, tiny_model, tmp_path):
@@ -121,26 +115,16 @@ def test_what_a_layer_has_computed_may_leave_before_its_step_has_ended(site, tin
     options = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", "shm", "--num-blocks", "800")
     words = ("serve", "--engine-id", "layered", *options, "--max-batch-tokens", "2048", "--layer-wise")
     source = Process(tmp_path / "layered.log", *words)
-    try:
-        source.start().wait()
-        target, prompt = site.targets["push"], prompt_of(NUM_TOKENS, seed=10)
-        expected = alone(target, prompt)
-        for _ in range(2):
-            prefill, params = begun(SimpleNamespace(p=source), prompt)
-            answer = decoding(target, prompt, params).answer()
-            assert tokens_of(answer) == expected
-            assert (answer["kvferry"]["recomputed"], answer["kvferry"]["tokens_computed"]) == ("", 1)
-            expect_end(prefill, prompt, expected)
+    with running(source):
+        expect_moved_twice(source, site.targets["push"], prompt_of(NUM_TOKENS, seed=10))
         source.until_free()
-    finally:
-        source.close()
 
 
 def test_many_at_the_same_time_do_not_mix(site):
     prompts = [prompt_of(random.Random(seed).randrange(200, 900), seed) for seed in range(9)]
     targets = [site.targets[way] for way in (*WAYS, *WAYS, *WAYS)]
     expected = [alone(target, prompt) for target, prompt in zip(targets, prompts, strict=True)]
-    prefills = [begun(site, prompt) for prompt in prompts]
+    prefills = [begun(site.p, prompt) for prompt in prompts]
     asking = [
         decoding(target, prompt, params) for target, prompt, (_, params) in zip(targets, prompts, prefills, strict=True)
     ]
@@ -157,7 +141,7 @@ def test_what_is_computed_is_sent_while_the_rest_is_not(site, way):
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=2)
     expected, before, done = alone(target, prompt), metric(site.p.url, MOVED), metric(site.p.url, DONE)
     with site.p.held():
-        prefill, params = begun(site, prompt)
+        prefill, params = begun(site.p, prompt)
         asking = decoding(target, prompt, params)
         until_sent(site, before, SENT[way])
         assert b"finish_reason" not in prefill.text
@@ -177,7 +161,7 @@ def test_an_answer_may_be_done_before_its_prefill_but_the_lease_is_not(site, way
     target, prompt = site.targets[way], prompt_of(4 * STEP_TOKENS + 1, seed=3)
     expected, done = alone(target, prompt), metric(site.p.url, DONE)
     with site.p.held():
-        prefill, params = begun(site, prompt)
+        prefill, params = begun(site.p, prompt)
         answer = decoding(target, prompt, params).answer()
         assert tokens_of(answer) == expected
         assert answer["kvferry"]["tokens_received"] == 4 * STEP_TOKENS
@@ -194,7 +178,7 @@ def test_the_prefills_client_leaves_in_the_middle(site, way):
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=4)
     expected, before = alone(target, prompt), metric(site.p.url, MOVED)
     with site.p.held():
-        prefill, params = begun(site, prompt)
+        prefill, params = begun(site.p, prompt)
         asking = decoding(target, prompt, params)
         until_sent(site, before, 0 if way == "pull" else STEP_TOKENS)
         prefill.leave()
@@ -210,7 +194,7 @@ def test_the_decodes_client_leaves_in_the_middle(site, way):
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=5)
     before = metric(site.p.url, MOVED)
     with site.p.held():
-        prefill, params = begun(site, prompt)
+        prefill, params = begun(site.p, prompt)
         asking = decoding(target, prompt, params)
         until_sent(site, before, 0 if way == "pull" else STEP_TOKENS)
         eventually(lambda: target.num_granted > 0, "the decode request has begun")
@@ -252,7 +236,7 @@ def test_the_prefill_engine_is_killed_in_the_middle(site, way):
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=6)
     expected, before = alone(target, prompt), metric(site.p.url, MOVED)
     with site.p.held():
-        _, params = begun(site, prompt)
+        _, params = begun(site.p, prompt)
         asking = decoding(target, prompt, params)
         until_sent(site, before, 0 if way == "pull" else STEP_TOKENS)
         site.p.kill()
@@ -261,7 +245,7 @@ def test_the_prefill_engine_is_killed_in_the_middle(site, way):
     assert tokens_of(answer) == expected
     assert answer["kvferry"]["recomputed"] in ("peer_lost", "deadline", "unreachable", "transport")
     target.until_free()
-    prefill, params = begun(site, prompt)
+    prefill, params = begun(site.p, prompt)
     answer = decoding(target, prompt, params).answer()
     assert (tokens_of(answer), answer["kvferry"]["recomputed"]) == (expected, "")
     expect_end(prefill, prompt, expected)

@@ -8,12 +8,10 @@ import urllib.request
 
 import psutil
 import pytest
-from conftest import DEADLINE_S, both, eventually, post, ready, silent
+from conftest import DEADLINE_S, both, eventually, post, prefilled, ready, silent
 from test_main_job import prompt_of
 
 from kvferry.cli.up.output_check import Question, ask
-
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +20,7 @@ def fleet(start_fleet):
 
 
 def prefill(fleet, prompt, **more):
-    """The prefill request alone, as a proxy does it: the parameters for the decode request."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE, **more}
-    return post(f"{fleet.prefill_urls[0]}/v1/completions", body)["kv_transfer_params"]
+    return prefilled(fleet.prefill_urls[0], prompt, **more)
 
 
 def decode(fleet, prompt, params, **more):

@@ -5,33 +5,12 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
-import time
 import urllib.request
 
 import psutil
 import pytest
-from conftest import DEADLINE_S, eventually
+from conftest import DEADLINE_S, eventually, members
 from test_main_job import prompt_of
-
-from kvferry.cli.up.processes import Child
-
-READY_S = 240.0
-
-
-@pytest.fixture
-def start(tmp_path):
-    children = []
-
-    def begin(name: str, *arguments: str) -> tuple[Child, dict]:
-        child = Child(name, arguments, tmp_path / f"{name}.log")
-        children.append(child)
-        return child, child.wait_until_ready(time.monotonic() + READY_S)
-
-    yield begin
-    for child in children:
-        child.terminate()
-    for child in children:
-        child.stop()
 
 
 def listening(pid: int) -> set[str]:
@@ -74,10 +53,5 @@ def test_everything_works_over_ipv6(start, tiny_model, host, transport):
         assert told["transfer_address"].startswith("tcp://[::1]:")
         assert listening(engine.pid) <= {"::1", "127.0.0.1"}
     body = {"model": "tiny", "prompt": prompt_of(40), "max_tokens": 3}
-    eventually(lambda: is_ready(url), "both engines have joined")
+    eventually(lambda: sum(member["ready"] for member in members(url)) == 2, "both engines have joined")
     assert cache_of(url, body) == "received"
-
-
-def is_ready(url: str) -> bool:
-    with urllib.request.urlopen(f"{url}/kvferry/members", timeout=DEADLINE_S) as response:
-        return sum(member["ready"] for member in json.load(response)["members"]) == 2

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
-from conftest import eventually
+from conftest import READY_S, eventually
 from hosts import WHY_NOT, Host, Network
 
 from kvferry.cli.up.processes import Child
@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-READY_S = 240.0
 ANSWER_S = 240.0
 PORT = 8100
 # A prompt takes some ten seconds, and so does an answer: long enough to pull a plug in the midst of either.

@@ -4,12 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chaos_support import Process
-from conftest import post
+from chaos_support import Process, running
+from conftest import post, prefilled
 from test_main_job import prompt_of
 
 SPOILING = Path(__file__).parents[1] / "spoiling_serve.py"
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module")
@@ -20,19 +19,12 @@ def site(tiny_model, tmp_path_factory):
     source = Process(logs / "p0.log", *common, "p0", "--num-blocks", "64", script=SPOILING)
     target = Process(logs / "d0.log", *common, "d0", "--num-blocks", "64")
     source.gate.write_text("valid")
-    try:
-        for engine in (source, target):
-            engine.start()
-        for engine in (source, target):
-            engine.wait()
+    with running(source, target):
         yield SimpleNamespace(source=source, target=target)
-    finally:
-        for engine in (source, target):
-            engine.close()
 
 
-def answer(url, prompt, params=None, num_tokens=12):
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": num_tokens, "return_token_ids": True}
+def answer(url, prompt, params=None):
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "return_token_ids": True}
     return post(f"{url}/v1/completions", body | ({"kv_transfer_params": params} if params else {}))
 
 
@@ -42,8 +34,7 @@ def tokens(found):
 
 def answer_of_decode(site, way, prompt):
     site.source.gate.write_text(way)
-    params = answer(site.source.url, prompt, REMOTE_DECODE, 1)["kv_transfer_params"]
-    return answer(site.target.url, prompt, params)
+    return answer(site.target.url, prompt, prefilled(site.source.url, prompt))
 
 
 @pytest.mark.parametrize(("way", "reason"), [("revoked", "expired"), ("digest", "digest")])

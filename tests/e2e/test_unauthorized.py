@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import urllib.error
 import urllib.request
 
 import pytest
 from conftest import DEADLINE_S
-
-from kvferry.cli.up.processes import Child
-
-READY_S = 240.0
-
-
-@pytest.fixture
-def start(tmp_path):
-    children = []
-
-    def begin(*arguments: str) -> tuple[str, object]:
-        log = tmp_path / "log"
-        child = Child(arguments[0], (*arguments, "--port", "0"), log)
-        children.append(child)
-        return child.wait_until_ready(time.monotonic() + READY_S)["url"], log
-
-    yield begin
-    for child in children:
-        child.terminate()
-        child.stop()
 
 
 def asked(url: str, **headers: str) -> tuple[int, str]:
@@ -45,8 +24,10 @@ def metrics(url: str) -> str:
         return response.read().decode()
 
 
-def test_a_router_counts_and_logs_who_shows_no_key(start):
-    url, log = start("route", "--decode", "http://127.0.0.1:9", "--api-key", "secret", "--access-log")
+def test_a_router_counts_and_logs_who_shows_no_key(start, tmp_path):
+    options = ("--port", "0", "--api-key", "secret", "--access-log")
+    url = start("router", "route", "--decode", "http://127.0.0.1:9", *options)[1]["url"]
+    log = tmp_path / "router.log"
     assert asked(f"{url}/v1/completions", x_request_id="lost-1") == (401, "lost-1")
     assert asked(f"{url}/v1/completions", authorization="Bearer secret", x_request_id="a") == (400, "a")
     assert 'requests_total{endpoint="/v1/completions",path="none",status="401"} 1.0' in metrics(url)
@@ -56,7 +37,7 @@ def test_a_router_counts_and_logs_who_shows_no_key(start):
 
 @pytest.mark.slow
 def test_an_engine_counts_who_shows_no_key(start, tiny_model):
-    url, _ = start("serve", "--model", str(tiny_model), "--api-key", "secret")
+    url = start("engine", "serve", "--port", "0", "--model", str(tiny_model), "--api-key", "secret")[1]["url"]
     assert asked(f"{url}/v1/completions", x_request_id="lost-1") == (401, "lost-1")
     assert asked(f"{url}/v1/completions", authorization="Bearer secret", x_request_id="a") == (400, "a")
     assert 'kvferry_engine_requests_total{leg="refused",status="401"} 1.0' in metrics(url)

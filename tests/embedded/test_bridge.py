@@ -1,6 +1,7 @@
 """The bridge between the event loop and a real agent: nobody's blocks are forgotten, whoever leaves when."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -50,44 +51,39 @@ class Side:
         return await asyncio.wait_for(self.released.get(), DEADLINE_S)
 
 
-def with_two_sides(scenario, lease_s=30.0, direction=Direction.READ):
-    async def run():
-        source, target = Side("p0", lease_s, direction), Side("d0", lease_s, direction)
-        await source.transfer.start()
-        await target.transfer.start()
-        try:
-            await asyncio.wait_for(scenario(source, target), DEADLINE_S)
-        finally:
-            await source.transfer.close()
-            await target.transfer.close()
-            source.shared.close()
-            target.shared.close()
+@contextlib.asynccontextmanager
+async def two_sides(lease_s=30.0, direction=Direction.READ):
+    source, target = Side("p0", lease_s, direction), Side("d0", lease_s, direction)
+    await source.transfer.start()
+    await target.transfer.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield source, target
+    finally:
+        await source.transfer.close()
+        await target.transfer.close()
+        source.shared.close()
+        target.shared.close()
 
-    asyncio.run(run())
 
-
-def test_the_reference_of_another_prompt_is_refused():
-    async def scenario(source, target):
+async def test_the_reference_of_another_prompt_is_refused():
+    async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), Prompt.of([100, 101, 7, 103]))
         with pytest.raises(TransferError, match="the cache of another prompt") as caught:
             await target.transfer.fetch("q1", params, ((0,),), prompt(3))
         assert caught.value.reason == "wrong_prompt"
         assert await target.freed() == "q1"
 
-    with_two_sides(scenario)
 
-
-def test_the_reference_of_a_prompt_that_is_promised_is_bound_to_it():
-    async def scenario(source, target):
+async def test_the_reference_of_a_prompt_that_is_promised_is_bound_to_it():
+    async with two_sides(direction=Direction.WRITE) as (source, target):
         params = await source.transfer.promise("r1", Prompt.of([7, 101, 102, 103]))
         with pytest.raises(TransferError, match="the cache of another prompt"):
             await target.transfer.fetch("q1", params, ((0,),), prompt(3))
 
-    with_two_sides(scenario, direction=Direction.WRITE)
 
-
-def test_an_offer_is_fetched_and_the_source_is_free():
-    async def scenario(source, target):
+async def test_an_offer_is_fetched_and_the_source_is_free():
+    async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         report = (await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))).report
         assert (report.tokens, report.num_bytes, report.transport) == (6, 6 * MODEL.bytes_per_token, "shm")
@@ -103,11 +99,9 @@ def test_an_offer_is_fetched_and_the_source_is_free():
         assert (warnings.labels["transport"], warnings.labels["carrier"]) == ("shm", "shm")
         assert warnings.labels["peer"].endswith(source.transfer.agent.address)
 
-    with_two_sides(scenario)
 
-
-def test_a_refused_fetch_raises_and_frees_both_sides():
-    async def scenario(source, target):
+async def test_a_refused_fetch_raises_and_frees_both_sides():
+    async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         with pytest.raises(TransferError, match="more tokens than were computed"):
             await target.transfer.fetch("q1", params, ((0, 5, 6),), prompt(9))
@@ -119,16 +113,12 @@ def test_a_refused_fetch_raises_and_frees_both_sides():
         failed = {sample.labels["reason"] for sample in family.samples if "transport" not in sample.labels["what"]}
         assert failed == {"out_of_range"}
 
-    with_two_sides(scenario)
 
-
-def test_parameters_that_make_no_sense_free_the_blocks():
-    async def scenario(source, target):
+async def test_parameters_that_make_no_sense_free_the_blocks():
+    async with two_sides() as (_source, target):
         with pytest.raises(TransferError, match="kv_transfer_params cannot be read"):
             await target.transfer.fetch("q1", {"do_remote_prefill": True}, ((0,),), prompt(3))
         assert await target.freed() == "q1"
-
-    with_two_sides(scenario)
 
 
 async def offered(source):
@@ -139,39 +129,29 @@ async def in_a_room(source):
     return in_room(source)
 
 
-@pytest.mark.parametrize("ask", [offered, in_a_room])
-def test_a_caller_that_goes_away_frees_its_blocks(ask):
-    async def scenario(source, target):
+async def promised(source):
+    return await source.transfer.promise("r1", prompt(7))
+
+
+@pytest.mark.parametrize(("ask", "source_ends"), [(offered, True), (in_a_room, True), (promised, False)])
+async def test_a_caller_that_goes_away_frees_its_blocks(ask, source_ends):
+    """Of a fetch that comes to nothing, and of one that would wait."""
+    async with two_sides() as (source, target):
         params = await ask(source)
-        await source.transfer.close()
+        if source_ends:
+            await source.transfer.close()
         fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
         await asyncio.sleep(0)
         fetch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetch
         assert await target.freed() == "q1"
-
-    with_two_sides(scenario)
-
-
-def test_a_caller_that_goes_away_aborts_a_fetch_that_would_wait():
-    async def scenario(source, target):
-        params = await source.transfer.promise("r1", prompt(7))
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
-        await asyncio.sleep(0)
-        fetch.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fetch
-        assert await target.freed() == "q1"
-
-    with_two_sides(scenario)
 
 
 @pytest.mark.parametrize("settled_first", [True, False])
-def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first, monkeypatch):
+async def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first, monkeypatch):
     """The fetch is over and frees nothing by itself: the notice and the cancellation cross each other."""
-
-    async def scenario(source, target):
+    async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         await source.transfer.close()
         # Of a fetch that is over the agent says nothing more.
@@ -189,11 +169,9 @@ def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first
             target.transfer._agent._take(notice)
         assert await target.freed() == "q1"
 
-    with_two_sides(scenario)
 
-
-def test_close_ends_what_is_under_way():
-    async def scenario(source, target):
+async def test_close_ends_what_is_under_way():
+    async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         await source.transfer.close()
         fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
@@ -209,13 +187,10 @@ def test_close_ends_what_is_under_way():
         with pytest.raises(TransferError, match="has stopped"):
             await target.transfer.offer("q3", ((1,),), prompt(3))
 
-    with_two_sides(scenario)
 
-
-def test_a_dead_agent_is_an_error_for_whoever_waits(monkeypatch):
+async def test_a_dead_agent_is_an_error_for_whoever_waits(monkeypatch):
     """A defect of ours in the agent's thread must not become a request that never ends."""
-
-    async def scenario(source, target):
+    async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         monkeypatch.setattr(target.transfer.agent._event_loop.target, "handle", lambda event, now: 1 / 0)
         with pytest.raises(TransferError, match="has stopped"):
@@ -223,14 +198,11 @@ def test_a_dead_agent_is_an_error_for_whoever_waits(monkeypatch):
         assert await target.freed() == "q1"
         assert target.transfer.failure
 
-    with_two_sides(scenario)
-
 
 @pytest.mark.parametrize(("direction", "freed"), [(Direction.READ, ["q1"]), (Direction.WRITE, [])])
-def test_a_dead_agent_keeps_only_blocks_that_a_source_may_write_to(direction, freed):
+async def test_a_dead_agent_keeps_only_blocks_that_a_source_may_write_to(direction, freed):
     """Whoever reads has stopped reading; a source does not hear that we have ended, and goes on."""
-
-    async def scenario(source, target):
+    async with two_sides(direction=direction) as (source, target):
         # Nothing of it is computed yet, so the claim stays where it is.
         params = await source.transfer.promise("r1", prompt(7))
         fetching = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
@@ -243,18 +215,14 @@ def test_a_dead_agent_keeps_only_blocks_that_a_source_may_write_to(direction, fr
         await asyncio.sleep(0)
         assert [target.released.get_nowait() for _ in range(target.released.qsize())] == freed
 
-    with_two_sides(scenario, direction=direction)
 
-
-def test_late_notices_are_harmless():
-    async def scenario(source, target):
+async def test_late_notices_are_harmless():
+    async with two_sides() as (_source, target):
         target.transfer._agent._take(FetchFailed("q1", TransferError("aborted", "late")))
 
-    with_two_sides(scenario)
 
-
-def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplog):
-    async def scenario(source, target):
+async def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplog):
+    async with two_sides() as (source, target):
         for request_id in ("r1", "r2"):  # a peer that is not known yet, and one that is
             params = await source.transfer.offer(request_id, ((1, 3),), prompt(7))
             target.transfer.decline(f"never-{request_id}", params)
@@ -269,14 +237,12 @@ def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplog):
         # With a peer that is known, nothing may be fetched faster than it is aborted.
         assert ended["aborted"] + ended["done"] == ended.total() == 4
         assert ended["aborted"] >= 1
-
-    with_two_sides(scenario)
     lines = [record.getMessage() for record in caplog.records]
     assert sum("the cache of request r1 was not read: aborted: at p0 epoch " in line for line in lines) == 1
 
 
-def test_only_who_was_given_the_reference_can_withdraw_it():
-    async def scenario(source, target):
+async def test_only_who_was_given_the_reference_can_withdraw_it():
+    async with two_sides() as (source, _target):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         guess = params | {"kvferry": params["kvferry"] | {"lease_id": "0" * 32}}
         assert not source.transfer.withdraw(guess)
@@ -288,11 +254,9 @@ def test_only_who_was_given_the_reference_can_withdraw_it():
         assert not source.transfer.withdraw(params)
         assert dict(source.transfer.leases_ended) == {"withdrawn": 1}
 
-    with_two_sides(scenario)
 
-
-def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
-    async def scenario(source, target):
+async def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
+    async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         forged = params | {"remote_engine_id": "p0", "kvferry": params["kvferry"] | {"epoch": "x\nERROR forged"}}
         with pytest.raises(TransferError):
@@ -301,8 +265,6 @@ def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
             await target.transfer.fetch("q2", {"kvferry": "\nERROR forged"}, ((0, 5),), prompt(6))
         source.transfer.abort("r1")
         await source.freed()
-
-    with_two_sides(scenario)
     lines = [
         record.getMessage() for record in caplog.records if record.name == "kvferry.embedded.transfer.agent_transfer"
     ]
@@ -312,8 +274,8 @@ def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
     assert not any("\n" in line for line in lines)
 
 
-def test_a_promise_is_fetched_once_it_is_kept():
-    async def scenario(source, target):
+async def test_a_promise_is_fetched_once_it_is_kept():
+    async with two_sides() as (source, target):
         params = await source.transfer.promise("r1", prompt(7))
         assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([], 7)
         fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
@@ -324,13 +286,10 @@ def test_a_promise_is_fetched_once_it_is_kept():
         source.transfer.grow("r1", Grown(7, ((1, 3),)))
         assert dict(source.transfer.leases_ended) == {"done": 1}
 
-    with_two_sides(scenario)
 
-
-def test_a_promise_is_not_over_before_all_is_computed():
+async def test_a_promise_is_not_over_before_all_is_computed():
     """The target wants fewer tokens than there will be, and has them before the last is computed."""
-
-    async def scenario(source, target):
+    async with two_sides() as (source, target):
         params = await source.transfer.promise("r1", prompt(7))
         source.transfer.grow("r1", Grown(6, ((1, 3),)))
         await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
@@ -342,13 +301,10 @@ def test_a_promise_is_not_over_before_all_is_computed():
         assert await source.freed() == "r1"
         assert dict(source.transfer.leases_ended) == {"done": 2}
 
-    with_two_sides(scenario)
 
-
-def test_a_promise_is_kept_longer_than_a_lease_lives():
+async def test_a_promise_is_kept_longer_than_a_lease_lives():
     """Nothing is computed for so long that an offer of later ends."""
-
-    async def scenario(source, target):
+    async with two_sides(lease_s=3.0) as (source, target):
         params = await source.transfer.promise("r1", prompt(7))
         await source.transfer.offer("never", ((2,),), prompt(4))
         assert await source.freed() == "never"
@@ -356,11 +312,9 @@ def test_a_promise_is_kept_longer_than_a_lease_lives():
         await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
         assert await source.freed() == "r1"
 
-    with_two_sides(scenario, lease_s=3.0)
 
-
-def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():
-    async def scenario(source, target):
+async def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():
+    async with two_sides() as (source, target):
         params = await source.transfer.promise("r1", prompt(7))
         fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
         source.transfer.grow("r1", Grown(4, ((1,),)))
@@ -371,19 +325,15 @@ def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():
         assert await target.freed() == "q1"
         assert dict(source.transfer.leases_ended) == {"withdrawn": 1}
 
-    with_two_sides(scenario)
 
-
-def test_a_dead_agent_promises_nothing_and_gives_back_what_it_had():
-    async def scenario(source, target):
+async def test_a_dead_agent_promises_nothing_and_gives_back_what_it_had():
+    async with two_sides() as (source, _target):
         await source.transfer.promise("r1", prompt(7))
         await source.transfer.close()
         assert await source.freed() == "r1"
         source.transfer.grow("r1", Grown(7, ((1, 3),)))
         with pytest.raises(TransferError, match="has stopped"):
             await source.transfer.promise("r2", prompt(7))
-
-    with_two_sides(scenario)
 
 
 ROOM = 5
@@ -400,10 +350,9 @@ async def promise_in_room(source, wanted):
 
 
 @pytest.mark.parametrize(("num_tokens", "first"), [(7, FIRST), (6, None)])
-def test_a_room_is_fetched_from_whoever_listens_there(num_tokens, first):
+async def test_a_room_is_fetched_from_whoever_listens_there(num_tokens, first):
     """Who wants all tokens hears which one follows. The claim may come before the promise."""
-
-    async def scenario(source, target):
+    async with two_sides() as (source, target):
         wanted = prompt(num_tokens)
         fetching = asyncio.create_task(target.transfer.fetch("q1", in_room(source), ((0, 5),), wanted))
         await promise_in_room(source, prompt(7))
@@ -415,47 +364,39 @@ def test_a_room_is_fetched_from_whoever_listens_there(num_tokens, first):
         await promise_in_room(source, prompt(4))
         assert (await target.transfer.fetch("q2", in_room(source), ((0,),), prompt(4))).report.tokens == 4
 
-    with_two_sides(scenario)
 
-
-def test_a_room_with_another_prompt_is_refused():
-    async def scenario(source, target):
+async def test_a_room_with_another_prompt_is_refused():
+    async with two_sides() as (source, target):
         await promise_in_room(source, Prompt.of([7, 101, 102, 103]))
         with pytest.raises(TransferError, match="the cache of another prompt") as caught:
             await target.transfer.fetch("q1", in_room(source), ((0,),), prompt(3))
         assert caught.value.reason == "wrong_prompt"
         assert await target.freed() == "q1"
 
-    with_two_sides(scenario)
 
-
-def test_a_room_is_for_one_request_at_a_time():
-    async def scenario(source, target):
+async def test_a_room_is_for_one_request_at_a_time():
+    async with two_sides() as (source, _target):
         await promise_in_room(source, prompt(7))
         with pytest.raises(RequestError, match="has a lease already"):
             await promise_in_room(source, prompt(4))
 
-    with_two_sides(scenario)
 
-
-def test_a_room_where_nobody_listens_is_an_error():
-    async def scenario(source, target):
+async def test_a_room_where_nobody_listens_is_an_error():
+    async with two_sides() as (source, target):
         params = in_room(source)
         await source.transfer.close()
         with pytest.raises(TransferError, match="has said who it is"):
             await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
         assert await target.freed() == "q1"
 
-    with_two_sides(scenario)
 
-
-def test_a_cache_that_cannot_be_declined_is_no_error_of_anybody(caplog, monkeypatch):
+async def test_a_cache_that_cannot_be_declined_is_no_error_of_anybody(caplog, monkeypatch):
     """The agent may refuse: the source then waits for its lease to end."""
 
     def refuse(wanted):
         raise RequestError("a request with this name is under way", found=wanted.request_id)
 
-    async def scenario(source, target):
+    async with two_sides() as (source, target):
         params = await offered(source)
         monkeypatch.setattr(target.transfer.agent, "fetch", refuse)
         with caplog.at_level("INFO", "kvferry.embedded.transfer"):
@@ -464,11 +405,9 @@ def test_a_cache_that_cannot_be_declined_is_no_error_of_anybody(caplog, monkeypa
             await declining
         assert "request never was not declined: a request with this name is under way" in caplog.text
 
-    with_two_sides(scenario)
 
-
-def test_a_room_that_is_forgone_or_withdrawn_is_free_at_the_source():
-    async def scenario(source, target):
+async def test_a_room_that_is_forgone_or_withdrawn_is_free_at_the_source():
+    async with two_sides() as (source, target):
         for end in (
             lambda params: target.transfer.decline("never", params),
             lambda params: source.transfer.withdraw(params),
@@ -476,5 +415,3 @@ def test_a_room_that_is_forgone_or_withdrawn_is_free_at_the_source():
             await promise_in_room(source, prompt(7))
             end(in_room(source))
             assert await source.freed() == room_names(ROOM)[0]
-
-    with_two_sides(scenario)

@@ -74,36 +74,29 @@ def test_grants_keep_to_the_capacity_and_to_the_order(sizes: list[tuple[int, int
     asyncio.run(run())
 
 
-def test_who_leaves_the_line_lets_the_next_one_in() -> None:
-    async def run() -> None:
-        admission = Admission((4,))
-        await admission.acquire("first", (3,))
-        large = asyncio.create_task(admission.acquire("large", (4,)))
-        small = asyncio.create_task(admission.acquire("small", (1,)))
-        await asyncio.sleep(0)
-        assert admission.num_waiting == 2
-        large.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await large
-        await small
-        assert admission.granted == (4,)
-
-    asyncio.run(run())
+async def test_who_leaves_the_line_lets_the_next_one_in() -> None:
+    admission = Admission((4,))
+    await admission.acquire("first", (3,))
+    large = asyncio.create_task(admission.acquire("large", (4,)))
+    small = asyncio.create_task(admission.acquire("small", (1,)))
+    await asyncio.sleep(0)
+    assert admission.num_waiting == 2
+    large.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await large
+    await small
+    assert admission.granted == (4,)
 
 
-def test_a_grant_that_nobody_waits_for_any_more_is_given_back() -> None:
+async def test_a_grant_that_nobody_waits_for_any_more_is_given_back() -> None:
     """The turn comes and the task is cancelled before it runs again."""
-
-    async def run() -> None:
-        admission = Admission((4,))
-        await admission.acquire("first", (4,))
-        second = asyncio.create_task(admission.acquire("second", (4,)))
-        await asyncio.sleep(0)
-        admission.give_back("first")
-        assert admission.granted == (4,)
-        second.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await second
-        assert admission.granted == (0,)
-
-    asyncio.run(run())
+    admission = Admission((4,))
+    await admission.acquire("first", (4,))
+    second = asyncio.create_task(admission.acquire("second", (4,)))
+    await asyncio.sleep(0)
+    admission.give_back("first")
+    assert admission.granted == (4,)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert admission.granted == (0,)

@@ -33,6 +33,13 @@ class Memory:
         """Buffers of our own, full of poison, for layouts whose addresses are made up."""
         return cls(layout, {r.address: np.full(r.size_bytes, POISON, np.uint8) for r in layout.regions})
 
+    @classmethod
+    def poisoned_at(cls, layout: Layout, contents: NDArray[np.uint8], address: int) -> Memory:
+        """Regions that lie in `contents`, which is at `address`; all of it is poison now."""
+        contents[:] = POISON
+        starts = [(region, region.address - address) for region in layout.regions]
+        return cls(layout, {region.address: contents[start : start + region.size_bytes] for region, start in starts})
+
     def at(self, address: int, length: int) -> NDArray[np.uint8]:
         """A view of bytes that must lie inside one region."""
         for start, buffer in self.buffers.items():
@@ -106,6 +113,18 @@ def expect(
         _mark_free(memory.layout, placement, tables, tokens, free)
     for start, counts in written.items():
         _check_written(counts, wanted[start], free[start], memory.buffers[start])
+
+
+def expect_tokens(memory: Memory, tables: Tables, num_tokens: int) -> None:
+    """Raise AssertionError unless the target holds exactly the elements of these tokens, whoever has written them."""
+    wanted = {start: np.zeros(len(buffer), np.uint8) for start, buffer in memory.buffers.items()}
+    layout, tokens = memory.layout, TokenRange(0, num_tokens)
+    for placement in layout.placements:
+        start = layout.regions[placement.region].address
+        item_bytes = layout.state_named()[placement.state].item_bytes
+        for _, _, address in element_addresses(layout, placement, tables, tokens):
+            wanted[start][address - start : address - start + item_bytes] = 1
+    expect(memory, tables, [tokens] * len(layout.groups), wanted)
 
 
 def _mark_free(

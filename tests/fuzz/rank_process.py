@@ -34,13 +34,8 @@ class Rank:
         size_bytes = sum(region.size_bytes for region in describe(MODEL, shape, 0)[0].regions)
         self._shared = allocate_shared(size_bytes, engine_id)
         (layout,) = describe(MODEL, shape, self._shared.memory.address)
-        view = np.frombuffer(self._shared.buffer, np.uint8)
-        starts = [(region.address, region.address - self._shared.memory.address) for region in layout.regions]
-        buffers = {
-            address: view[start : start + region.size_bytes]
-            for region, (address, start) in zip(layout.regions, starts, strict=True)
-        }
-        self.memory = oracle.Memory(layout, buffers)
+        contents = np.frombuffer(self._shared.buffer, np.uint8)
+        self.memory = oracle.Memory.poisoned_at(layout, contents, self._shared.memory.address)
         self.notices: queue.SimpleQueue = queue.SimpleQueue()
         opened = open_transports(TRANSPORT)
         config = AgentConfig(engine_id, transport=TRANSPORT, token=read_token(token_file))

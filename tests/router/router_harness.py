@@ -10,14 +10,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass, field
 
 import aiohttp
+import pytest
 import uvicorn
 from aiohttp import web
 
 from kvferry.router.config import RouterConfig
+from kvferry.router.flow import dispatcher
+from kvferry.router.flow.upstream_request import UpstreamRequest
 from kvferry.router.http.app import create_app
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 
 DEADLINE_S = 30.0
+STREAM = {"prompt": "a", "stream": True}
 TRANSFER = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[3, 1, 2]]}
 
 
@@ -140,6 +144,9 @@ def frame(data: dict) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
+ONE, DONE = frame(chat_chunk("one")), b"data: [DONE]\n\n"
+
+
 def prefilling(engine_id: str) -> Behaviour:
     async def behave(request: web.Request, seen: Seen) -> web.StreamResponse:
         params = {**TRANSFER, "remote_engine_id": engine_id}
@@ -155,7 +162,7 @@ async def decoding(request: web.Request, seen: Seen) -> web.StreamResponse:
     response = await open_stream(request)
     for text in ("one", " two"):
         await response.write(frame(chat_chunk(text)))
-    await response.write(frame(chat_chunk("", kvferry={"moved_bytes": 7})) + b"data: [DONE]\n\n")
+    await response.write(frame(chat_chunk("", kvferry={"moved_bytes": 7})) + DONE)
     await response.write_eof()
     return response
 
@@ -184,6 +191,41 @@ async def hanging(request: web.Request, seen: Seen) -> web.StreamResponse:
     """Never answer; ends by cancellation, when the client leaves."""
     await asyncio.Event().wait()
     return web.Response()
+
+
+def streaming(*pieces: bytes, **headers: str) -> Behaviour:
+    """Stream these pieces."""
+
+    async def behave(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await open_stream(request, **headers)
+        for piece in pieces:
+            await response.write(piece)
+        return response
+
+    return behave
+
+
+def stalling(piece: bytes) -> Behaviour:
+    """Stream a piece, and then nothing more."""
+
+    async def behave(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await streaming(piece)(request, seen)
+        return await hanging(request, seen)
+
+    return behave
+
+
+def breaking(piece: bytes, delivered: asyncio.Event | None = None) -> Behaviour:
+    """Stream a piece and drop the connection, not before it is `delivered` where that is given."""
+
+    async def behave(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await streaming(piece)(request, seen)
+        if delivered is not None:
+            await delivered.wait()
+        request.transport.close()
+        return response
+
+    return behave
 
 
 class QuietServer(uvicorn.Server):
@@ -242,6 +284,10 @@ class Cluster:
         await changed.wait()
         changed.clear()
 
+    async def until_idle(self) -> None:
+        while any(one["in_flight_requests"] for one in (await self.members())["members"]):
+            await asyncio.sleep(0)
+
 
 @contextlib.asynccontextmanager
 async def serving(app) -> AsyncIterator[str]:
@@ -261,7 +307,7 @@ async def serving(app) -> AsyncIterator[str]:
 async def cluster(
     prefill: list[Engine], decode: list[Engine], *, tracing: Tracing = NO_TRACING, **limits
 ) -> AsyncIterator[Cluster]:
-    """Start all engines without a URL, and a router in front of all of them."""
+    """Start all engines without a URL, and a router in front of all of them; whatever waits in it ends in time."""
     for engine in (*prefill, *decode):
         if not engine.url:
             await engine.start()
@@ -278,6 +324,19 @@ async def cluster(
         finally:
             for engine in (*prefill, *decode):
                 await engine.stop()
+
+
+def record_limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each request to an engine may take, filled as they are sent."""
+    given = []
+
+    class Recording(UpstreamRequest):
+        def __init__(self, services, reservation, trace, outgoing, timeouts):
+            given.append(timeouts.limit_s)
+            super().__init__(services, reservation, trace, outgoing, timeouts)
+
+    monkeypatch.setattr(dispatcher, "UpstreamRequest", Recording)
+    return given
 
 
 def prefill_engine(name: str = "p0", behave: Behaviour | None = None) -> Engine:

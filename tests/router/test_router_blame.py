@@ -10,17 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
-from router_harness import (
-    DEADLINE_S,
-    cluster,
-    decode_engine,
-    decoding,
-    failing,
-    hanging,
-    prefill_engine,
-    prefilling,
-    resetting,
-)
+from router_harness import cluster, decode_engine, decoding, failing, hanging, prefill_engine, prefilling, resetting
 from sglang_stubs import Rooms, sglang_decode, sglang_prefill
 
 from kvferry.router.events import PREFILL_LOST, PREFILL_REFUSED, TOO_LATE, Answered, Ended, Failed, Opened
@@ -61,83 +51,63 @@ async def breakers(c) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("num_prefills", [1, 2, 3])
-def test_requests_that_every_prefill_answers_with_5xx_take_nobody_out(num_prefills):
-    async def main():
-        async with cluster(prefills(num_prefills), [decode_engine()]) as c:
-            for _ in range(MANY):
-                reply = await c.complete(ODD)
-                assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
-            assert set((await breakers(c)).values()) == {"closed"}
-            assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("num_prefills", [1, 2])
-def test_a_kind_that_keeps_failing_costs_no_prefill_requests_for_a_while(num_prefills):
-    async def main():
-        engines = prefills(num_prefills)
-        async with cluster(engines, [decode_engine()]) as c:
-            for _ in range(MANY):
-                await c.complete(ODD)
-            assert sum(len(engine.seen) for engine in engines) == num_prefills * KIND_BREAKER.num_failures
+async def test_requests_that_every_prefill_answers_with_5xx_take_nobody_out(num_prefills):
+    async with cluster(prefills(num_prefills), [decode_engine()]) as c:
+        for _ in range(MANY):
             reply = await c.complete(ODD)
-            assert reply.headers["x-kvferry-reason"] == "prefill_keeps_failing"
-            assert await c.metric(FALLBACKS % "prefill_failed") == KIND_BREAKER.num_failures
-
-    asyncio.run(main())
+            assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
+        assert set((await breakers(c)).values()) == {"closed"}
+        assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
 
 
 @pytest.mark.parametrize("num_prefills", [1, 2])
-def test_requests_that_take_too_long_everywhere_take_nobody_out(num_prefills):
+async def test_a_kind_that_keeps_failing_costs_no_prefill_requests_for_a_while(num_prefills):
+    engines = prefills(num_prefills)
+    async with cluster(engines, [decode_engine()]) as c:
+        for _ in range(MANY):
+            await c.complete(ODD)
+        assert sum(len(engine.seen) for engine in engines) == num_prefills * KIND_BREAKER.num_failures
+        reply = await c.complete(ODD)
+        assert reply.headers["x-kvferry-reason"] == "prefill_keeps_failing"
+        assert await c.metric(FALLBACKS % "prefill_failed") == KIND_BREAKER.num_failures
+
+
+@pytest.mark.parametrize("num_prefills", [1, 2])
+async def test_requests_that_take_too_long_everywhere_take_nobody_out(num_prefills):
     """Nor do they wait for long each time: such requests have no prefill request for a while, others have one."""
-
-    async def main():
-        engines = prefills(num_prefills, hanging)
-        async with cluster(engines, [decode_engine()], prefill_timeout_s=0.1) as c:
-            for _ in range(MANY):
-                reply = await c.complete(ODD)
-                assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
-            assert set((await breakers(c)).values()) == {"closed"}
-            assert sum(len(engine.seen) for engine in engines) == num_prefills * KIND_BREAKER.num_failures
-            assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
-
-    asyncio.run(main())
+    engines = prefills(num_prefills, hanging)
+    async with cluster(engines, [decode_engine()], prefill_timeout_s=0.1) as c:
+        for _ in range(MANY):
+            reply = await c.complete(ODD)
+            assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
+        assert set((await breakers(c)).values()) == {"closed"}
+        assert sum(len(engine.seen) for engine in engines) == num_prefills * KIND_BREAKER.num_failures
+        assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
 
 
-def test_a_prefill_that_takes_too_long_where_another_one_does_not_is_taken_out():
-    async def main():
-        bad, good = prefill_engine("p0", hanging), prefill_engine("p1")
-        async with cluster([bad, good], [decode_engine()], prefill_timeout_s=2.0) as c:
-            replies = await asyncio.gather(*(c.complete(PLAIN) for _ in range(MANY)))
-            assert {reply.headers["x-kvferry-path"] for reply in replies} == {"disaggregated"}
-            assert (await breakers(c))[bad.url] == "open"
-
-    asyncio.run(main())
+async def test_a_prefill_that_takes_too_long_where_another_one_does_not_is_taken_out():
+    bad, good = prefill_engine("p0", hanging), prefill_engine("p1")
+    async with cluster([bad, good], [decode_engine()], prefill_timeout_s=2.0) as c:
+        replies = await asyncio.gather(*(c.complete(PLAIN) for _ in range(MANY)))
+        assert {reply.headers["x-kvferry-path"] for reply in replies} == {"disaggregated"}
+        assert (await breakers(c))[bad.url] == "open"
 
 
-def test_long_answers_take_no_decode_out():
-    async def main():
-        ds = [decode_engine(f"d{i}", odd_ones_fail(decoding, hanging)) for i in range(2)]
-        async with cluster([], ds, decode_timeout_s=0.1) as c:
-            replies = await asyncio.gather(*(c.complete(ODD) for _ in range(MANY)))
-            assert {reply.status for reply in replies} == {504}
-            assert set((await breakers(c)).values()) == {"closed"}
-
-    asyncio.run(main())
+async def test_long_answers_take_no_decode_out():
+    ds = [decode_engine(f"d{i}", odd_ones_fail(decoding, hanging)) for i in range(2)]
+    async with cluster([], ds, decode_timeout_s=0.1) as c:
+        replies = await asyncio.gather(*(c.complete(ODD) for _ in range(MANY)))
+        assert {reply.status for reply in replies} == {504}
+        assert set((await breakers(c)).values()) == {"closed"}
 
 
-def test_a_prefill_whose_cache_is_not_read_in_time_is_not_taken_out():
+async def test_a_prefill_whose_cache_is_not_read_in_time_is_not_taken_out():
     """In a room it answers when decode has read its cache."""
-
-    async def main():
-        p, d = sglang_prefill(Rooms(), hanging), sglang_decode(Rooms(), hanging)
-        async with cluster([p], [d], prefill_timeout_s=0.05, decode_timeout_s=0.05) as c:
-            replies = await asyncio.gather(*(c.complete(PLAIN) for _ in range(MANY)))
-            assert all(reply.status >= 500 for reply in replies)
-            assert (await breakers(c))[p.url] == "closed"
-
-    asyncio.run(main())
+    p, d = sglang_prefill(Rooms(), hanging), sglang_decode(Rooms(), hanging)
+    async with cluster([p], [d], prefill_timeout_s=0.05, decode_timeout_s=0.05) as c:
+        replies = await asyncio.gather(*(c.complete(PLAIN) for _ in range(MANY)))
+        assert all(reply.status >= 500 for reply in replies)
+        assert (await breakers(c))[p.url] == "closed"
 
 
 @pytest.mark.parametrize(
@@ -212,90 +182,73 @@ def test_an_error_is_held_against_a_pair_unless_another_decode_has_it_as_well(
 
 
 @pytest.mark.parametrize("failure", [failing(500, "broken"), resetting])
-def test_a_failure_of_prefill_is_known_while_decode_still_answers(failure):
+async def test_a_failure_of_prefill_is_known_while_decode_still_answers(failure):
     """An instance on trial is not kept for the length of an answer."""
+    let_go = asyncio.Event()
 
-    async def main():
-        let_go = asyncio.Event()
+    async def slowly(request, seen):
+        await let_go.wait()
+        return await decoding(request, seen)
 
-        async def slowly(request, seen):
-            await let_go.wait()
-            return await decoding(request, seen)
-
-        prefill, decode = prefills(1, failure), decode_engine("d0", slowly)
-        async with cluster(prefill, [decode]) as c:
-            waiting = []
-            for num in range(1, INSTANCE_BREAKER.num_failures + 2):
-                waiting.append(asyncio.create_task(c.complete(ODD)))
-                while len(decode.seen) < num:
-                    decode.arrived.clear()
-                    await asyncio.wait_for(decode.arrived.wait(), DEADLINE_S)
-            assert len(prefill[0].seen) == INSTANCE_BREAKER.num_failures
-            let_go.set()
-            assert {one.status for one in await asyncio.gather(*waiting)} == {200}
-
-    asyncio.run(main())
+    prefill, decode = prefills(1, failure), decode_engine("d0", slowly)
+    async with cluster(prefill, [decode]) as c:
+        waiting = []
+        for num in range(1, INSTANCE_BREAKER.num_failures + 2):
+            waiting.append(asyncio.create_task(c.complete(ODD)))
+            while len(decode.seen) < num:
+                decode.arrived.clear()
+                await decode.arrived.wait()
+        assert len(prefill[0].seen) == INSTANCE_BREAKER.num_failures
+        let_go.set()
+        assert {one.status for one in await asyncio.gather(*waiting)} == {200}
 
 
-def test_a_request_that_breaks_every_connection_takes_no_prefill_out():
-    async def main():
-        async with cluster(prefills(2, resetting), [decode_engine()]) as c:
-            for _ in range(MANY):
-                assert (await c.complete(ODD)).status == 200
-            assert set((await breakers(c)).values()) == {"closed"}
-
-    asyncio.run(main())
+async def test_a_request_that_breaks_every_connection_takes_no_prefill_out():
+    async with cluster(prefills(2, resetting), [decode_engine()]) as c:
+        for _ in range(MANY):
+            assert (await c.complete(ODD)).status == 200
+        assert set((await breakers(c)).values()) == {"closed"}
 
 
 @pytest.mark.parametrize("behave", [failing(500, "broken"), resetting])
-def test_a_prefill_that_fails_where_another_one_does_not_is_taken_out(behave):
-    async def main():
-        bad, good = prefill_engine("p0", behave), prefill_engine("p1")
-        async with cluster([bad, good], [decode_engine()]) as c:
-            for _ in range(MANY):
-                assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
-            assert await breakers(c) == {bad.url: "open", good.url: "closed", c.decode[0].url: "closed"}
-            assert len(bad.seen) == INSTANCE_BREAKER.num_failures
-
-    asyncio.run(main())
+async def test_a_prefill_that_fails_where_another_one_does_not_is_taken_out(behave):
+    bad, good = prefill_engine("p0", behave), prefill_engine("p1")
+    async with cluster([bad, good], [decode_engine()]) as c:
+        for _ in range(MANY):
+            assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
+        assert await breakers(c) == {bad.url: "open", good.url: "closed", c.decode[0].url: "closed"}
+        assert len(bad.seen) == INSTANCE_BREAKER.num_failures
 
 
 @pytest.mark.parametrize("prefill", [[], ["p0", "p1"]], ids=["alone", "pairs"])
-def test_requests_that_every_decode_answers_with_5xx_take_nobody_out(prefill):
+async def test_requests_that_every_decode_answers_with_5xx_take_nobody_out(prefill):
     """Neither the decode instances nor the pairs: a cache that came may be answered with 5xx, too."""
-
-    async def main():
-        ds = [decode_engine(f"d{i}", odd_ones_fail(decoding)) for i in range(2)]
-        async with cluster([prefill_engine(name) for name in prefill], ds) as c:
-            for _ in range(MANY):
-                assert (await c.complete(ODD)).status == 500
-            assert set((await breakers(c)).values()) == {"closed"}
-            assert (await c.members())["broken_pairs"] == []
-            path = "disaggregated" if prefill else "decode-only"
-            assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == path
-
-    asyncio.run(main())
+    ds = [decode_engine(f"d{i}", odd_ones_fail(decoding)) for i in range(2)]
+    async with cluster([prefill_engine(name) for name in prefill], ds) as c:
+        for _ in range(MANY):
+            assert (await c.complete(ODD)).status == 500
+        assert set((await breakers(c)).values()) == {"closed"}
+        assert (await c.members())["broken_pairs"] == []
+        path = "disaggregated" if prefill else "decode-only"
+        assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == path
 
 
-def test_a_forced_tool_call_is_another_kind_than_one_that_is_free():
+async def test_a_forced_tool_call_is_another_kind_than_one_that_is_free():
     async def behave(request, seen):
         forced = seen.body.get("tool_choice") == "required"
         return await (failing(500, "cut off") if forced else prefilling("p0"))(request, seen)
 
-    async def main():
-        tools = [{"type": "function", "function": {"name": "f"}}]
-        chat = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "auto"}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "auto"}
 
-        async def path(body) -> str:
-            async with c.session.post(c.url + "/v1/chat/completions", json=body) as response:
-                await response.read()
-                return response.headers["x-kvferry-path"]
+    async def path(body) -> str:
+        async with c.session.post(c.url + "/v1/chat/completions", json=body) as response:
+            await response.read()
+            return response.headers["x-kvferry-path"]
 
-        async with cluster([prefill_engine("p0", behave)], [decode_engine()]) as c:
-            assert {await path(chat | {"tool_choice": "required"}) for _ in range(MANY)} == {"decode-only"}
-            assert await path(chat) == "disaggregated"
-
-    asyncio.run(main())
+    async with cluster([prefill_engine("p0", behave)], [decode_engine()]) as c:
+        assert {await path(chat | {"tool_choice": "required"}) for _ in range(MANY)} == {"decode-only"}
+        assert await path(chat) == "disaggregated"
 
 
 def test_a_failing_adapter_or_image_is_another_kind_than_text():
@@ -389,12 +342,9 @@ def test_who_is_blamed(steps, blamed):
     assert blamed_of(*steps) == blamed
 
 
-def test_an_overloaded_prefill_is_no_kind():
+async def test_an_overloaded_prefill_is_no_kind():
     async def behave(request, seen):
         return web.json_response({"error": {"message": "full", "code": 429}}, status=429)
 
-    async def main():
-        async with cluster([prefill_engine("p0", behave)], [decode_engine()]) as c:
-            assert [(await c.complete(PLAIN)).status for _ in range(MANY)] == [429] * MANY
-
-    asyncio.run(main())
+    async with cluster([prefill_engine("p0", behave)], [decode_engine()]) as c:
+        assert [(await c.complete(PLAIN)).status for _ in range(MANY)] == [429] * MANY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -13,21 +14,18 @@ async def ignore(message) -> None:
     """What is sent is not looked at."""
 
 
-def with_client(main):
-    """Run `main(client, leave)`; the client leaves once the event is set."""
+@contextlib.asynccontextmanager
+async def connected():
+    """A client, and the event that makes it leave."""
+    leave = asyncio.Event()
 
-    async def whole():
-        leave = asyncio.Event()
+    async def receive():
+        await leave.wait()
+        return {"type": "http.disconnect"}
 
-        async def receive():
-            await leave.wait()
-            return {"type": "http.disconnect"}
-
-        await main(Client(receive, ignore), leave)
-        leave.set()
-        await asyncio.sleep(0)
-
-    asyncio.run(whole())
+    yield Client(receive, ignore), leave
+    leave.set()
+    await asyncio.sleep(0)
 
 
 async def left(client, leave) -> None:
@@ -36,8 +34,8 @@ async def left(client, leave) -> None:
         await asyncio.sleep(0)
 
 
-def test_nothing_is_begun_for_a_client_that_has_left():
-    async def main(client, leave):
+async def test_nothing_is_begun_for_a_client_that_has_left():
+    async with connected() as (client, leave):
         begun = []
 
         async def work():
@@ -47,12 +45,11 @@ def test_nothing_is_begun_for_a_client_that_has_left():
         assert await client.unless_left(work, 0.0) is None
         assert begun == []
 
-    with_client(main)
-
 
 @pytest.mark.parametrize(("grace_s", "outcome"), [(0.0, None), (60.0, "done")])
-def test_work_goes_on_for_a_moment_without_its_client(grace_s, outcome):
-    async def main(client, leave):
+async def test_work_goes_on_for_a_moment_without_its_client(grace_s, outcome):
+    async with connected() as (client, leave):
+
         async def work():
             await left(client, leave)
             await asyncio.sleep(0)
@@ -61,15 +58,12 @@ def test_work_goes_on_for_a_moment_without_its_client(grace_s, outcome):
 
         assert await client.unless_left(work, grace_s) == outcome
 
-    with_client(main)
 
+async def test_a_time_limit_of_the_work_is_not_the_client_leaving():
+    async with connected() as (client, _leave):
 
-def test_a_time_limit_of_the_work_is_not_the_client_leaving():
-    async def main(client, leave):
         async def work():
             raise TimeoutError("its own")
 
         with pytest.raises(TimeoutError, match="its own"):
             await client.unless_left(work, 0.0)
-
-    with_client(main)

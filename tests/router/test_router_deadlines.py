@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from router_harness import chat_chunk, cluster, decode_engine, frame, hanging, open_stream, prefill_engine
+from router_harness import ONE, STREAM, cluster, decode_engine, hanging, prefill_engine, stalling
 
 from kvferry.errors import RequestError
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Promised
@@ -22,7 +22,6 @@ from kvferry.router.upstream.http_client import HttpRequest
 
 # Long enough for an engine in this process, short enough to wait for.
 SHORT = {"x-kvferry-timeout": "0.8"}
-STREAM = {"prompt": "a", "stream": True}
 
 
 @pytest.mark.parametrize(("told", "seconds"), [([], math.inf), ([b"30"], 30.0), ([b" 2.5 "], 2.5)])
@@ -40,50 +39,33 @@ def test_the_time_is_the_routers_business():
     assert b"x-kvferry-timeout" not in dict(decode_headers([(b"x-kvferry-timeout", b"3")], "one"))
 
 
-async def until_it_has_left(engine):
-    async with asyncio.timeout(20):
-        await engine.left.wait()
-
-
 @pytest.mark.parametrize("slow", ["prefill", "decode"])
-def test_requests_that_take_too_long_are_504_and_nobody_is_to_blame(slow):
-    async def main():
-        p, d = prefill_engine(), decode_engine()
-        engine = p if slow == "prefill" else d
-        engine.behave = hanging
-        async with cluster([p], [d]) as c:
-            # More than would take out an instance that fails.
-            num_requests = INSTANCE_BREAKER.num_failures + 1
-            replies = await asyncio.gather(*(c.complete(headers=SHORT) for _ in range(num_requests)))
-            assert {(reply.status, reply.error["reason"]) for reply in replies} == {(504, "request_deadline")}
-            await until_it_has_left(engine)
-            assert len(engine.seen) == num_requests
-            assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
-            assert {one["breaker"] for one in (await c.members())["members"]} == {"closed"}
-
-    asyncio.run(main())
+async def test_requests_that_take_too_long_are_504_and_nobody_is_to_blame(slow):
+    p, d = prefill_engine(), decode_engine()
+    engine = p if slow == "prefill" else d
+    engine.behave = hanging
+    async with cluster([p], [d]) as c:
+        # More than would take out an instance that fails.
+        num_requests = INSTANCE_BREAKER.num_failures + 1
+        replies = await asyncio.gather(*(c.complete(headers=SHORT) for _ in range(num_requests)))
+        assert {(reply.status, reply.error["reason"]) for reply in replies} == {(504, "request_deadline")}
+        await engine.left.wait()
+        assert len(engine.seen) == num_requests
+        assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
+        assert {one["breaker"] for one in (await c.members())["members"]} == {"closed"}
 
 
-def test_a_stream_that_takes_too_long_ends_with_that_word():
-    async def behave(request, seen):
-        response = await open_stream(request)
-        await response.write(frame(chat_chunk("one")))
-        await asyncio.Event().wait()
-        return response
-
-    async def main():
-        d = decode_engine("d0", behave)
-        async with cluster([prefill_engine()], [d]) as c:
-            async with c.session.post(c.url + "/v1/completions", json=STREAM, headers=SHORT) as response:
-                body = await response.read()
-            last = body.strip().split(b"\n\n")[-1]
-            error = json.loads(last.removeprefix(b"data: "))["error"]
-            assert (error["code"], error["reason"]) == ("deadline_exceeded", "request_deadline")
-            await until_it_has_left(d)
-            labels = 'endpoint="/v1/completions",path="disaggregated",status="502"'
-            assert await c.metric(f"kvferry_router_requests_total{{{labels}}}") == 1
-
-    asyncio.run(main())
+async def test_a_stream_that_takes_too_long_ends_with_that_word():
+    d = decode_engine("d0", stalling(ONE))
+    async with cluster([prefill_engine()], [d]) as c:
+        async with c.session.post(c.url + "/v1/completions", json=STREAM, headers=SHORT) as response:
+            body = await response.read()
+        last = body.strip().split(b"\n\n")[-1]
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert (error["code"], error["reason"]) == ("deadline_exceeded", "request_deadline")
+        await d.left.wait()
+        labels = 'endpoint="/v1/completions",path="disaggregated",status="502"'
+        assert await c.metric(f"kvferry_router_requests_total{{{labels}}}") == 1
 
 
 def test_a_request_for_which_there_is_no_time_is_not_sent():
@@ -95,36 +77,29 @@ def test_a_request_for_which_there_is_no_time_is_not_sent():
     assert asyncio.run(upstream.ask()).reason == TOO_LATE
 
 
-def test_an_answer_that_comes_when_it_is_given_up_is_no_broken_one():
+async def test_an_answer_that_comes_when_it_is_given_up_is_no_broken_one():
     """The limit has been set to now, and the answer was there first: what comes after is read."""
+    pool = SimpleNamespace(open_requests=OpenRequests())
+    reservation = SimpleNamespace(instance=Instance("http://127.0.0.1:1", Role.PREFILL))
+    outgoing = HttpRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
+    timeouts = Timeouts(10.0, time.monotonic() + 10.0)
+    upstream = UpstreamRequest(SimpleNamespace(pool=pool), reservation, UpstreamTrace(), outgoing, timeouts)
 
-    async def main():
-        pool = SimpleNamespace(open_requests=OpenRequests())
-        reservation = SimpleNamespace(instance=Instance("http://127.0.0.1:1", Role.PREFILL))
-        outgoing = HttpRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
-        timeouts = Timeouts(10.0, time.monotonic() + 10.0)
-        upstream = UpstreamRequest(SimpleNamespace(pool=pool), reservation, UpstreamTrace(), outgoing, timeouts)
+    async def promised():
+        upstream.give_up(INSTANCE_DOWN)
+        upstream._response = SimpleNamespace(whole=whole)
+        return Promised(b"{}")
 
-        async def promised():
-            upstream.give_up(INSTANCE_DOWN)
-            upstream._response = SimpleNamespace(whole=whole)
-            return Promised(b"{}")
+    async def whole(_max_bytes):
+        return b'data: {"error": {"message": "x", "code": 500}}\n\n'
 
-        async def whole(_max_bytes):
-            return b'data: {"error": {"message": "x", "code": 500}}\n\n'
-
-        upstream._ask = promised
-        assert await upstream.ask() == Promised(b"{}")
-        assert isinstance(await upstream.rest(), Answered)
-
-    asyncio.run(main())
+    upstream._ask = promised
+    assert await upstream.ask() == Promised(b"{}")
+    assert isinstance(await upstream.rest(), Answered)
 
 
-def test_what_is_no_time_is_a_400():
-    async def main():
-        async with cluster([prefill_engine()], [decode_engine()]) as c:
-            reply = await c.complete(headers={"x-kvferry-timeout": "soon"})
-            assert reply.status == 400
-            assert "x-kvferry-timeout" in reply.error["message"]
-
-    asyncio.run(main())
+async def test_what_is_no_time_is_a_400():
+    async with cluster([prefill_engine()], [decode_engine()]) as c:
+        reply = await c.complete(headers={"x-kvferry-timeout": "soon"})
+        assert reply.status == 400
+        assert "x-kvferry-timeout" in reply.error["message"]

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from router_harness import (
+    DONE,
+    ONE,
     TRANSFER,
     Engine,
     answer,
@@ -23,7 +25,9 @@ from router_harness import (
     hanging,
     open_stream,
     prefilling,
+    record_limits,
     resetting,
+    streaming,
 )
 from test_router_flow import D0, P0, REQUEST, failed, pick, play
 
@@ -86,7 +90,7 @@ def test_an_early_prefill_request_is_a_stream_that_asks_for_its_reference():
         (b'data: {"choices": []}\n\n', b""),
         (b'data: {"kv_transfer_params": {"a": 1}}', b""),
         (b'{"kv_transfer_params": {"a": 1}}\n\n', b""),
-        (b"data: [DONE]\n\n", b""),
+        (DONE, b""),
         (b": a comment\n\n", b""),
         (b"", b""),
     ],
@@ -207,25 +211,18 @@ class Prompt:
 
     def __init__(self, last: bytes = b"") -> None:
         self.may_end = asyncio.Event()
-        self.last = last or frame(chat_chunk("x")) + b"data: [DONE]\n\n"
+        self.last = last or frame(chat_chunk("x")) + DONE
 
     async def __call__(self, request, seen):
         assert seen.body["stream"]
         response = await open_stream(request)
         await response.write(PROMISE)
-        async with asyncio.timeout(DEADLINE_S):
-            await self.may_end.wait()
+        await self.may_end.wait()
         if self.last == b"cut":
             request.transport.abort()
-            return response
-        await response.write(self.last)
-        await response.write_eof()
+        else:
+            await response.write(self.last)
         return response
-
-
-async def left(engine):
-    async with asyncio.timeout(DEADLINE_S):
-        await engine.left.wait()
 
 
 async def prefill_of(c):
@@ -233,166 +230,130 @@ async def prefill_of(c):
     return next(one for one in (await c.members())["members"] if one["role"] == "prefill")
 
 
-async def until_idle(c):
-    async with asyncio.timeout(DEADLINE_S):
-        while any(one["in_flight_requests"] for one in (await c.members())["members"]):
-            await asyncio.sleep(0)
+async def test_decode_begins_while_the_prompt_is_computed():
+    prompt = Prompt()
 
+    async def behave(request, seen):
+        # The prompt is computed only after decode has been asked.
+        assert seen.body["kv_transfer_params"] == OURS
+        prompt.may_end.set()
+        return await decoding(request, seen)
 
-def test_decode_begins_while_the_prompt_is_computed():
-    async def main():
-        prompt = Prompt()
-
-        async def behave(request, seen):
-            # The prompt is computed only after decode has been asked.
-            assert seen.body["kv_transfer_params"] == OURS
-            prompt.may_end.set()
-            return await decoding(request, seen)
-
-        p, d = early_engine("p0", prompt), decode_engine("d0", behave)
-        async with cluster([p], [d], early_from_tokens=1000) as c:
-            reply = await c.complete(LONG)
-            assert reply.status == 200
-            assert json.loads(reply.raw)["choices"][0]["text"] == "one two"
-            assert reply.headers["x-kvferry-path"] == "disaggregated"
-            await until_idle(c)
-            assert await c.metric(EARLY_DECODES) == 1
-            assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
-            assert p.released.empty()
-
-    asyncio.run(main())
+    p, d = early_engine("p0", prompt), decode_engine("d0", behave)
+    async with cluster([p], [d], early_from_tokens=1000) as c:
+        reply = await c.complete(LONG)
+        assert reply.status == 200
+        assert json.loads(reply.raw)["choices"][0]["text"] == "one two"
+        assert reply.headers["x-kvferry-path"] == "disaggregated"
+        await c.until_idle()
+        assert await c.metric(EARLY_DECODES) == 1
+        assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
+        assert p.released.empty()
 
 
 @pytest.mark.parametrize("num_prefills", [1, 2, 3])
 @pytest.mark.parametrize("fallback", PrefillFallback)
-def test_promises_that_every_prefill_breaks_leave_decode_alone(num_prefills, fallback):
+async def test_promises_that_every_prefill_breaks_leave_decode_alone(num_prefills, fallback):
     """As when every prefill instance refuses at once."""
-    broken = frame({"error": {"message": "no tool call in this", "code": 500}}) + b"data: [DONE]\n\n"
+    broken = frame({"error": {"message": "no tool call in this", "code": 500}}) + DONE
 
     async def behave(request, seen):
         return await (hanging if "kv_transfer_params" in seen.body else decoding)(request, seen)
 
-    async def main():
-        prompts = [Prompt(broken) for _ in range(num_prefills)]
-        for prompt in prompts:
-            prompt.may_end.set()
-        ps = [early_engine(f"p{i}", prompt) for i, prompt in enumerate(prompts)]
-        limits = {"early_from_tokens": 1, "prefill_fallback": fallback}
-        async with cluster(ps, [decode_engine("d0", behave)], **limits) as c:
-            refuses = fallback is PrefillFallback.REFUSE
-            for _ in range(2 * KIND_BREAKER.num_failures):
-                reply = await c.complete(LONG)
-                assert reply.status == (503 if refuses else 200)
-                assert ("retry-after" in reply.headers) is refuses
-            assert {one["breaker"] for one in (await c.members())["members"]} == {"closed"}
-            assert sum(len(p.seen) for p in ps) == min(num_prefills, 2) * KIND_BREAKER.num_failures
-
-    asyncio.run(main())
+    prompts = [Prompt(broken) for _ in range(num_prefills)]
+    for prompt in prompts:
+        prompt.may_end.set()
+    ps = [early_engine(f"p{i}", prompt) for i, prompt in enumerate(prompts)]
+    limits = {"early_from_tokens": 1, "prefill_fallback": fallback}
+    async with cluster(ps, [decode_engine("d0", behave)], **limits) as c:
+        refuses = fallback is PrefillFallback.REFUSE
+        for _ in range(2 * KIND_BREAKER.num_failures):
+            reply = await c.complete(LONG)
+            assert reply.status == (503 if refuses else 200)
+            assert ("retry-after" in reply.headers) is refuses
+        assert {one["breaker"] for one in (await c.members())["members"]} == {"closed"}
+        assert sum(len(p.seen) for p in ps) == min(num_prefills, 2) * KIND_BREAKER.num_failures
 
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
 OF_PREFILL, OF_DECODE = ({**USAGE, "prompt_tokens_details": {"cached_tokens": num}} for num in (4, 8))
-TOLD = frame({"choices": [], "usage": OF_PREFILL}) + b"data: [DONE]\n\n"
+TOLD = frame({"choices": [], "usage": OF_PREFILL}) + DONE
 
 
-@pytest.mark.parametrize("last", [TOLD, frame(chat_chunk("x")) + b"data: [DONE]\n\n"])
-def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(monkeypatch, last):
+@pytest.mark.parametrize("last", [TOLD, frame(chat_chunk("x")) + DONE])
+async def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(monkeypatch, last):
     monkeypatch.setattr(early_prefill, "LAST_USAGE_S", DEADLINE_S)
+    prompt = Prompt(last)
 
-    async def main():
-        prompt = Prompt(last)
+    async def behave(request, seen):
+        response = web.json_response(answer("one", usage=OF_DECODE))
+        await response.prepare(request)
+        await response.write_eof()
+        prompt.may_end.set()
+        return response
 
-        async def behave(request, seen):
-            response = web.json_response(answer("one", usage=OF_DECODE))
-            await response.prepare(request)
-            await response.write_eof()
-            prompt.may_end.set()
-            return response
-
-        async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
-            details = json.loads((await c.complete(LONG)).raw)["usage"]["prompt_tokens_details"]
-            assert details == (OF_PREFILL["prompt_tokens_details"] if last is TOLD else None)
-
-    asyncio.run(main())
+    async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
+        details = json.loads((await c.complete(LONG)).raw)["usage"]["prompt_tokens_details"]
+        assert details == (OF_PREFILL["prompt_tokens_details"] if last is TOLD else None)
 
 
-def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
+async def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
     """Prefill ends its answer only when the client has all tokens; and a usage with each token waits for nothing."""
     monkeypatch.setattr(early_prefill, "LAST_USAGE_S", DEADLINE_S)
+    prompt = Prompt(TOLD)
 
-    async def main():
-        prompt = Prompt(TOLD)
-
-        async def behave(request, seen):
-            response = await open_stream(request)
-            tokens = [frame(chat_chunk(text, usage=OF_DECODE)) for text in ("one", " two")]
-            await response.write(tokens[0])
-            await response.write(tokens[1] + frame({"choices": [], "usage": OF_DECODE}) + b"data: [DONE]\n\n")
-            return response
-
-        async with (
-            cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c,
-            c.session.post(c.url + "/v1/completions", json=LONG | {"stream": True}) as response,
-        ):
-            events = [await response.content.readuntil(b"\n\n") for _ in range(2)]
-            prompt.may_end.set()
-            rest = await response.read()
-        events = [json.loads(event.removeprefix(b"data: ")) for event in events]
-        assert [event["choices"][0]["delta"]["content"] for event in events] == ["one", " two"]
-        assert [event["usage"]["prompt_tokens_details"] for event in events] == [None, None]
-        last, done, _ = rest.split(b"\n\n")
-        assert json.loads(last.removeprefix(b"data: "))["usage"] == OF_PREFILL
-        assert done == b"data: [DONE]"
-
-    asyncio.run(main())
+    first, second = (frame(chat_chunk(text, usage=OF_DECODE)) for text in ("one", " two"))
+    behave = streaming(first, second + frame({"choices": [], "usage": OF_DECODE}) + DONE)
+    async with (
+        cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c,
+        c.session.post(c.url + "/v1/completions", json=LONG | {"stream": True}) as response,
+    ):
+        events = [await response.content.readuntil(b"\n\n") for _ in range(2)]
+        prompt.may_end.set()
+        rest = await response.read()
+    events = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    assert [event["choices"][0]["delta"]["content"] for event in events] == ["one", " two"]
+    assert [event["usage"]["prompt_tokens_details"] for event in events] == [None, None]
+    last, done, _ = rest.split(b"\n\n")
+    assert json.loads(last.removeprefix(b"data: "))["usage"] == OF_PREFILL
+    assert done == b"data: [DONE]"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prefill_request_without_an_end_does_not_keep_a_client(monkeypatch, stream):
+async def test_a_prefill_request_without_an_end_does_not_keep_a_client(monkeypatch, stream):
     monkeypatch.setattr(early_prefill, "LAST_USAGE_S", 0.05)
 
-    async def main():
-        async def behave(request, seen):
-            if not stream:
-                return web.json_response(answer("one", usage=OF_DECODE))
-            response = await open_stream(request)
-            await response.write(frame({"choices": [], "usage": OF_DECODE}) + b"data: [DONE]\n\n")
-            return response
+    async def behave(request, seen):
+        if not stream:
+            return web.json_response(answer("one", usage=OF_DECODE))
+        return await streaming(frame({"choices": [], "usage": OF_DECODE}) + DONE)(request, seen)
 
-        p, d = early_engine("p0", Prompt()), decode_engine("d0", behave)
-        async with cluster([p], [d], early_from_tokens=1) as c:
-            raw = (await c.complete(LONG | {"stream": stream})).raw
-            event = raw.partition(b"\n\n")[0].removeprefix(b"data: ") if stream else raw
-            assert json.loads(event)["usage"]["prompt_tokens_details"] is None
-
-    asyncio.run(main())
+    p, d = early_engine("p0", Prompt()), decode_engine("d0", behave)
+    async with cluster([p], [d], early_from_tokens=1) as c:
+        raw = (await c.complete(LONG | {"stream": stream})).raw
+        event = raw.partition(b"\n\n")[0].removeprefix(b"data: ") if stream else raw
+        assert json.loads(event)["usage"]["prompt_tokens_details"] is None
 
 
-def test_how_fast_it_computes_is_seen_at_the_end_of_its_answer():
-    async def main():
-        prompt, is_asked, is_told = Prompt(), asyncio.Event(), asyncio.Event()
+async def test_how_fast_it_computes_is_seen_at_the_end_of_its_answer():
+    prompt, is_asked, is_told = Prompt(), asyncio.Event(), asyncio.Event()
 
-        async def behave(request, seen):
-            is_asked.set()
-            async with asyncio.timeout(DEADLINE_S):
-                await is_told.wait()
-            return await decoding(request, seen)
+    async def behave(request, seen):
+        is_asked.set()
+        await is_told.wait()
+        return await decoding(request, seen)
 
-        async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
-            asking = asyncio.create_task(c.complete(LONG))
-            async with asyncio.timeout(DEADLINE_S):
-                await is_asked.wait()
+    async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
+        asking = asyncio.create_task(c.complete(LONG))
+        await is_asked.wait()
+        p = await prefill_of(c)
+        assert (p["prefill_tokens_per_s"], p["in_flight_requests"]) == (0, 1)
+        prompt.may_end.set()
+        while p["in_flight_requests"]:
             p = await prefill_of(c)
-            assert (p["prefill_tokens_per_s"], p["in_flight_requests"]) == (0, 1)
-            prompt.may_end.set()
-            async with asyncio.timeout(DEADLINE_S):
-                while p["in_flight_requests"]:
-                    p = await prefill_of(c)
-            assert p["prefill_tokens_per_s"] > 0
-            is_told.set()
-            assert (await asking).status == 200
-
-    asyncio.run(main())
+        assert p["prefill_tokens_per_s"] > 0
+        is_told.set()
+        assert (await asking).status == 200
 
 
 @pytest.mark.parametrize(
@@ -404,30 +365,23 @@ def test_how_fast_it_computes_is_seen_at_the_end_of_its_answer():
         ({"early": False}, 1000, LONG),
     ],
 )
-def test_otherwise_the_prompt_is_computed_first(info, from_tokens, body):
-    async def main():
-        p = Engine("p0", prefilling("p0"), info={"engine": "kvferry", "epoch": "1", **info})
-        async with cluster([p], [decode_engine()], early_from_tokens=from_tokens) as c:
-            assert (await c.complete(body)).status == 200
-            assert not p.seen[0].body["stream"]
-            assert await c.metric(EARLY_DECODES) == 0
-
-    asyncio.run(main())
+async def test_otherwise_the_prompt_is_computed_first(info, from_tokens, body):
+    p = Engine("p0", prefilling("p0"), info={"engine": "kvferry", "epoch": "1", **info})
+    async with cluster([p], [decode_engine()], early_from_tokens=from_tokens) as c:
+        assert (await c.complete(body)).status == 200
+        assert not p.seen[0].body["stream"]
+        assert await c.metric(EARLY_DECODES) == 0
 
 
-def test_a_client_that_leaves_ends_both_requests():
-    async def main():
-        p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
-        async with cluster([p], [d], early_from_tokens=1) as c:
-            asking = asyncio.create_task(c.complete(LONG))
-            async with asyncio.timeout(DEADLINE_S):
-                await d.arrived.wait()
-            asking.cancel()
-            await asyncio.gather(left(p), left(d))
-            assert await p.released.get() == {"kv_transfer_params": OURS}
-            await until_idle(c)
-
-    asyncio.run(main())
+async def test_a_client_that_leaves_ends_both_requests():
+    p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
+    async with cluster([p], [d], early_from_tokens=1) as c:
+        asking = asyncio.create_task(c.complete(LONG))
+        await d.arrived.wait()
+        asking.cancel()
+        await asyncio.gather(p.left.wait(), d.left.wait())
+        assert await p.released.get() == {"kv_transfer_params": OURS}
+        await c.until_idle()
 
 
 BAD_ENDS = [
@@ -439,39 +393,35 @@ BAD_ENDS = [
 
 
 @pytest.mark.parametrize(("last", "reason"), BAD_ENDS)
-def test_a_promise_that_is_not_kept_is_made_by_another_at_once(last, reason, caplog):
+async def test_a_promise_that_is_not_kept_is_made_by_another_at_once(last, reason, caplog):
     """Nobody waits until decode has found out."""
+    broken, good = Prompt(last), Prompt()
+    good.may_end.set()
+    # Whichever is asked first.
+    prompts = [broken, good]
 
-    async def main():
-        broken, good = Prompt(last), Prompt()
-        good.may_end.set()
-        # Whichever is asked first.
-        prompts = [broken, good]
+    async def prefill(request, seen):
+        return await prompts.pop(0)(request, seen)
 
-        async def prefill(request, seen):
-            return await prompts.pop(0)(request, seen)
+    async def behave(request, seen):
+        if len(d.seen) == 1:
+            broken.may_end.set()
+            return await hanging(request, seen)
+        return await decoding(request, seen)
 
-        async def behave(request, seen):
-            if len(d.seen) == 1:
-                broken.may_end.set()
-                return await hanging(request, seen)
-            return await decoding(request, seen)
-
-        d = decode_engine("d0", behave)
-        engines = [early_engine("p0", prefill), early_engine("p1", prefill)]
-        async with cluster(engines, [d], early_from_tokens=1) as c:
-            assert (await c.complete(LONG)).status == 200
-            await left(d)
-            assert [len(engine.seen) for engine in engines] == [1, 1]
-            assert await c.metric(EARLY_DECODES) == 2
-            assert await c.metric(ERRORS % reason) == 1
-            assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
-            # The router itself has ended the request: no trouble of the decode engine's is blamed.
-            told = [record.getMessage() for record in caplog.records if "the decode request" in record.getMessage()]
-            assert [words.rpartition(": ")[2] for words in told] == ["prefill_lost"]
-            await until_idle(c)
-
-    asyncio.run(main())
+    d = decode_engine("d0", behave)
+    engines = [early_engine("p0", prefill), early_engine("p1", prefill)]
+    async with cluster(engines, [d], early_from_tokens=1) as c:
+        assert (await c.complete(LONG)).status == 200
+        await d.left.wait()
+        assert [len(engine.seen) for engine in engines] == [1, 1]
+        assert await c.metric(EARLY_DECODES) == 2
+        assert await c.metric(ERRORS % reason) == 1
+        assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
+        # The router itself has ended the request: no trouble of the decode engine's is blamed.
+        told = [record.getMessage() for record in caplog.records if "the decode request" in record.getMessage()]
+        assert [words.rpartition(": ")[2] for words in told] == ["prefill_lost"]
+        await c.until_idle()
 
 
 @pytest.mark.parametrize(
@@ -483,27 +433,23 @@ def test_a_promise_that_is_not_kept_is_made_by_another_at_once(last, reason, cap
         (frame({"error": {"message": "nobody waits", "code": "aborted"}}), "", False),
     ],
 )
-def test_whose_fault_it_is_that_a_promise_is_not_kept(last, reason, blamed):
-    async def main():
-        prompt = Prompt(last)
-        prompt.may_end.set()
+async def test_whose_fault_it_is_that_a_promise_is_not_kept(last, reason, blamed):
+    prompt = Prompt(last)
+    prompt.may_end.set()
 
-        async def behave(request, seen):
-            if seen.body.get("kv_transfer_params"):
-                async with asyncio.timeout(DEADLINE_S):
-                    while (await prefill_of(c))["in_flight_requests"]:
-                        await asyncio.sleep(0)
-            return await decoding(request, seen)
+    async def behave(request, seen):
+        if seen.body.get("kv_transfer_params"):
+            while (await prefill_of(c))["in_flight_requests"]:
+                await asyncio.sleep(0)
+        return await decoding(request, seen)
 
-        p, d = early_engine("p0", prompt), decode_engine("d0", behave)
-        async with cluster([p], [d], early_from_tokens=1) as c:
-            for _ in range(INSTANCE_BREAKER.num_failures):
-                assert (await c.complete(LONG)).status == 200
-            assert (await prefill_of(c))["breaker"] == ("open" if blamed else "closed")
-            assert ("kvferry_router_upstream_errors_total{" in await c.metrics()) == bool(reason)
-            assert await c.metric(ERRORS % reason) == (INSTANCE_BREAKER.num_failures if reason else 0)
-
-    asyncio.run(main())
+    p, d = early_engine("p0", prompt), decode_engine("d0", behave)
+    async with cluster([p], [d], early_from_tokens=1) as c:
+        for _ in range(INSTANCE_BREAKER.num_failures):
+            assert (await c.complete(LONG)).status == 200
+        assert (await prefill_of(c))["breaker"] == ("open" if blamed else "closed")
+        assert ("kvferry_router_upstream_errors_total{" in await c.metrics()) == bool(reason)
+        assert await c.metric(ERRORS % reason) == (INSTANCE_BREAKER.num_failures if reason else 0)
 
 
 def test_a_request_whose_time_is_over_blames_nobody():
@@ -511,113 +457,83 @@ def test_a_request_whose_time_is_over_blames_nobody():
     assert judge.hears_end(SimpleNamespace(), Failed(TOO_LATE, "x")) == ""
 
 
-def test_what_decode_has_lost_is_left_before_it_is_computed_anew():
-    async def main():
-        async def behave(request, seen):
-            if len(p.seen) > 1:
-                was_left.append(p.left.is_set())
-            return await Prompt()(request, seen)
+async def test_what_decode_has_lost_is_left_before_it_is_computed_anew():
+    async def behave(request, seen):
+        if len(p.seen) > 1:
+            was_left.append(p.left.is_set())
+        return await Prompt()(request, seen)
 
-        was_left: list[bool] = []
-        p, d = early_engine("p0", behave), decode_engine("d0", resetting)
-        async with cluster([p], [d, decode_engine("d1")], early_from_tokens=1) as c:
-            for _ in range(4):
-                assert (await c.complete(LONG)).status == 200
-            assert was_left
-            assert all(was_left)
-            await until_idle(c)
-
-    asyncio.run(main())
-
-
-def test_a_promise_and_its_failure_may_come_in_one_piece():
-    async def main():
-        async def behave(request, seen):
-            response = await open_stream(request)
-            await response.write(PROMISE + frame({"error": {"message": "x", "code": 500}}))
-            await response.write_eof()
-            return response
-
-        async with cluster([early_engine("p0", behave)], [decode_engine("d0", hanging)], early_from_tokens=1) as c:
-            asking = asyncio.create_task(c.complete(LONG))
-            async with asyncio.timeout(DEADLINE_S):
-                while not await c.metric(ERRORS % "status_500"):
-                    await asyncio.sleep(0)
-            asking.cancel()
-            await left(c.decode[0])
-
-    asyncio.run(main())
-
-
-def test_who_has_computed_a_cache_that_has_come_has_done_well():
-    """Its own answer is still on its way when decode's is over."""
-
-    async def main():
-        p, d = early_engine("p0", Prompt()), decode_engine()
-        async with cluster([p], [d], early_from_tokens=1) as c:
+    was_left: list[bool] = []
+    p, d = early_engine("p0", behave), decode_engine("d0", resetting)
+    async with cluster([p], [d, decode_engine("d1")], early_from_tokens=1) as c:
+        for _ in range(4):
             assert (await c.complete(LONG)).status == 200
-            await left(p)
-            told = await prefill_of(c)
-            assert told["prefill_tokens_per_s"] > 0
-            assert told["in_flight_requests"] == 0
-
-    asyncio.run(main())
+        assert was_left
+        assert all(was_left)
+        await c.until_idle()
 
 
-async def recomputing(request, seen):
-    response = await open_stream(request, **{"x-kvferry-cache": "recomputed", "x-kvferry-cache-reason": "x"})
-    await response.write(frame(chat_chunk("one")) + b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+async def test_a_promise_and_its_failure_may_come_in_one_piece():
+    behave = streaming(PROMISE + frame({"error": {"message": "x", "code": 500}}))
+    async with cluster([early_engine("p0", behave)], [decode_engine("d0", hanging)], early_from_tokens=1) as c:
+        asking = asyncio.create_task(c.complete(LONG))
+        while not await c.metric(ERRORS % "status_500"):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await c.decode[0].left.wait()
+
+
+async def test_who_has_computed_a_cache_that_has_come_has_done_well():
+    """Its own answer is still on its way when decode's is over."""
+    p, d = early_engine("p0", Prompt()), decode_engine()
+    async with cluster([p], [d], early_from_tokens=1) as c:
+        assert (await c.complete(LONG)).status == 200
+        await p.left.wait()
+        told = await prefill_of(c)
+        assert told["prefill_tokens_per_s"] > 0
+        assert told["in_flight_requests"] == 0
+
+
+recomputing = streaming(ONE + DONE, **{"x-kvferry-cache": "recomputed", "x-kvferry-cache-reason": "x"})
 
 
 @pytest.mark.parametrize(("answer", "tells"), [(decoding, True), (recomputing, False)])
-def test_the_handover_is_from_the_end_of_the_prefill_to_an_answer_made_of_its_cache(answer, tells):
-    async def main():
-        prompt = Prompt()
-        prompt.may_end.set()
+async def test_the_handover_is_from_the_end_of_the_prefill_to_an_answer_made_of_its_cache(answer, tells):
+    prompt = Prompt()
+    prompt.may_end.set()
 
-        async def behave(request, seen):
-            async with asyncio.timeout(DEADLINE_S):
-                while (await prefill_of(c))["in_flight_requests"]:
-                    await asyncio.sleep(0)
-            return await answer(request, seen)
+    async def behave(request, seen):
+        while (await prefill_of(c))["in_flight_requests"]:
+            await asyncio.sleep(0)
+        return await answer(request, seen)
 
-        async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
-            async with c.session.post(c.url + "/v1/completions", json=LONG | {"stream": True}) as response:
-                await response.read()
-            assert (c.app.state.pool.handover.value > 0) is tells
-
-    asyncio.run(main())
+    async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
+        async with c.session.post(c.url + "/v1/completions", json=LONG | {"stream": True}) as response:
+            await response.read()
+        assert (c.app.state.pool.handover.value > 0) is tells
 
 
-def test_who_has_not_computed_what_was_computed_again_has_shown_nothing():
-    async def main():
-        p, d = early_engine("p0", Prompt()), decode_engine("d0", recomputing)
-        async with cluster([p], [d], early_from_tokens=1) as c:
-            assert (await c.complete(LONG)).status == 200
-            await left(p)
-            assert (await prefill_of(c))["prefill_tokens_per_s"] == 0
-
-    asyncio.run(main())
+async def test_who_has_not_computed_what_was_computed_again_has_shown_nothing():
+    p, d = early_engine("p0", Prompt()), decode_engine("d0", recomputing)
+    async with cluster([p], [d], early_from_tokens=1) as c:
+        assert (await c.complete(LONG)).status == 200
+        await p.left.wait()
+        assert (await prefill_of(c))["prefill_tokens_per_s"] == 0
 
 
-def test_what_the_router_has_left_raises_no_doubts_about_it():
-    async def main():
-        p, doubts = early_engine("p0", Prompt()), []
-        async with cluster([p], [decode_engine()], early_from_tokens=1) as c:
-            c.app.state.pool.request_probe = lambda: doubts.append("p0")
-            assert (await c.complete(LONG)).status == 200
-            await left(p)
-            await until_idle(c)
-            assert doubts == []
-
-    asyncio.run(main())
+async def test_what_the_router_has_left_raises_no_doubts_about_it():
+    p, doubts = early_engine("p0", Prompt()), []
+    async with cluster([p], [decode_engine()], early_from_tokens=1) as c:
+        c.app.state.pool.request_probe = lambda: doubts.append("p0")
+        assert (await c.complete(LONG)).status == 200
+        await p.left.wait()
+        await c.until_idle()
+        assert doubts == []
 
 
 @pytest.mark.parametrize("cut", range(1, len(PROMISE)))
 def test_the_first_event_is_found_wherever_it_is_cut(cut):
-    pieces = [PROMISE[:cut], PROMISE[cut:], b"data: [DONE]\n\n", b""]
+    pieces = [PROMISE[:cut], PROMISE[cut:], DONE, b""]
 
     async def piece():
         return pieces.pop(0)
@@ -627,7 +543,7 @@ def test_the_first_event_is_found_wherever_it_is_cut(cut):
     assert asyncio.run(upstream._first_event(SimpleNamespace(piece=piece))) == PROMISE
 
 
-def test_requests_that_are_left_are_not_kept_in_memory():
+async def test_requests_that_are_left_are_not_kept_in_memory():
     """Without a collector that looks for cycles."""
 
     def alive():
@@ -636,25 +552,22 @@ def test_requests_that_are_left_are_not_kept_in_memory():
             for kind in (EarlyPrefill, UpstreamRequest, dispatcher.Dispatcher)
         ]
 
-    async def main():
-        p, d = early_engine("p0", Prompt()), decode_engine()
-        async with cluster([p], [d], early_from_tokens=1) as c:
-            await c.complete(LONG)
-            await until_idle(c)
-            gc.collect()
-            gc.disable()
-            try:
-                before = alive()
-                for _ in range(5):
-                    p.left.clear()
-                    await c.complete(LONG)
-                    await left(p)
-                await until_idle(c)
-                assert alive() == before
-            finally:
-                gc.enable()
-
-    asyncio.run(main())
+    p, d = early_engine("p0", Prompt()), decode_engine()
+    async with cluster([p], [d], early_from_tokens=1) as c:
+        await c.complete(LONG)
+        await c.until_idle()
+        gc.collect()
+        gc.disable()
+        try:
+            before = alive()
+            for _ in range(5):
+                p.left.clear()
+                await c.complete(LONG)
+                await p.left.wait()
+            await c.until_idle()
+            assert alive() == before
+        finally:
+            gc.enable()
 
 
 def failing_with(code):
@@ -664,114 +577,65 @@ def failing_with(code):
     return behave
 
 
-async def no_promise(request, seen):
-    response = await open_stream(request)
-    await response.write(frame(chat_chunk("x")) + b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
-
-
-async def failing_stream(request, seen):
-    response = await open_stream(request)
-    await response.write(frame({"error": {"message": "x", "code": 503}}))
-    await response.write_eof()
-    return response
-
-
-async def empty_stream(request, seen):
-    response = await open_stream(request)
-    await response.write_eof()
-    return response
-
-
 @pytest.mark.parametrize(
     ("behave", "reason"),
     [
-        (no_promise, "malformed"),
-        (empty_stream, "malformed"),
-        (failing_stream, "status_503"),
+        (streaming(ONE + DONE), "malformed"),
+        (streaming(), "malformed"),
+        (streaming(frame({"error": {"message": "x", "code": 503}})), "status_503"),
         (failing(500, "x"), "status_500"),
     ],
 )
-def test_a_prefill_that_does_not_promise_has_failed(behave, reason):
-    async def main():
-        p, d = early_engine("p0", behave), decode_engine()
-        async with cluster([p], [d], early_from_tokens=1) as c:
-            reply = await c.complete(LONG)
-            assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
-            assert await c.metric(ERRORS % reason) == 1
-            assert await c.metric(EARLY_DECODES) == 0
-
-    asyncio.run(main())
+async def test_a_prefill_that_does_not_promise_has_failed(behave, reason):
+    p, d = early_engine("p0", behave), decode_engine()
+    async with cluster([p], [d], early_from_tokens=1) as c:
+        reply = await c.complete(LONG)
+        assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
+        assert await c.metric(ERRORS % reason) == 1
+        assert await c.metric(EARLY_DECODES) == 0
 
 
-def test_an_engine_that_answers_as_a_whole_is_understood():
-    async def main():
-        p, d = early_engine("p0", prefilling("p0")), decode_engine()
-        async with cluster([p], [d], early_from_tokens=1) as c:
-            reply = await c.complete(LONG)
-            assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "disaggregated")
-            assert d.seen[0].body["kv_transfer_params"]["remote_engine_id"] == "p0"
-
-    asyncio.run(main())
+async def test_an_engine_that_answers_as_a_whole_is_understood():
+    p, d = early_engine("p0", prefilling("p0")), decode_engine()
+    async with cluster([p], [d], early_from_tokens=1) as c:
+        reply = await c.complete(LONG)
+        assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "disaggregated")
+        assert d.seen[0].body["kv_transfer_params"]["remote_engine_id"] == "p0"
 
 
-def test_a_promise_may_come_in_pieces():
-    async def main():
-        async def behave(request, seen):
-            response = await open_stream(request)
-            for at in range(0, len(PROMISE), 20):
-                await response.write(PROMISE[at : at + 20])
-                await asyncio.sleep(0)
-            await response.write(b"data: [DONE]\n\n")
-            await response.write_eof()
-            return response
+async def test_a_promise_may_come_in_pieces():
+    async def behave(request, seen):
+        response = await open_stream(request)
+        for at in range(0, len(PROMISE), 20):
+            await response.write(PROMISE[at : at + 20])
+            await asyncio.sleep(0)
+        await response.write(DONE)
+        return response
 
-        async with cluster([early_engine("p0", behave)], [decode_engine()], early_from_tokens=1) as c:
-            assert (await c.complete(LONG)).headers["x-kvferry-path"] == "disaggregated"
-            assert await c.metric(EARLY_DECODES) == 1
-
-    asyncio.run(main())
+    async with cluster([early_engine("p0", behave)], [decode_engine()], early_from_tokens=1) as c:
+        assert (await c.complete(LONG)).headers["x-kvferry-path"] == "disaggregated"
+        assert await c.metric(EARLY_DECODES) == 1
 
 
-def test_a_promise_is_not_waited_for_longer_than_a_prefill():
-    async def main():
-        p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
-        async with cluster([p], [d], early_from_tokens=1, prefill_timeout_s=0.2) as c:
-            asking = asyncio.create_task(c.complete(LONG))
-            await asyncio.gather(left(p), left(d))
-            async with asyncio.timeout(DEADLINE_S):
-                while len(d.seen) < 2:
-                    await asyncio.sleep(0)
-            assert await c.metric(ERRORS % "deadline") == 1
-            assert "kv_transfer_params" not in d.seen[1].body
-            asking.cancel()
-
-    asyncio.run(main())
+async def test_a_promise_is_not_waited_for_longer_than_a_prefill():
+    p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
+    async with cluster([p], [d], early_from_tokens=1, prefill_timeout_s=0.2) as c:
+        asking = asyncio.create_task(c.complete(LONG))
+        await asyncio.gather(p.left.wait(), d.left.wait())
+        while len(d.seen) < 2:
+            await asyncio.sleep(0)
+        assert await c.metric(ERRORS % "deadline") == 1
+        assert "kv_transfer_params" not in d.seen[1].body
+        asking.cancel()
 
 
-def test_decode_may_wait_for_the_prompt_as_well(monkeypatch):
+async def test_decode_may_wait_for_the_prompt_as_well(monkeypatch):
     """Its own limit alone would be over before the prompt is computed."""
-    given = []
-
-    class Recording(UpstreamRequest):
-        def __init__(self, services, reservation, trace, outgoing, timeouts):
-            given.append(timeouts.limit_s)
-            super().__init__(services, reservation, trace, outgoing, timeouts)
-
-    monkeypatch.setattr(dispatcher, "UpstreamRequest", Recording)
-
-    async def main(behave):
-        p, d = early_engine("p0", behave), decode_engine()
+    given = record_limits(monkeypatch)
+    prompt = Prompt()
+    prompt.may_end.set()
+    for behave in (prompt, prefilling("p0")):
         limits = {"prefill_timeout_s": 20.0, "decode_timeout_s": 7.0}
-        async with cluster([p], [d], early_from_tokens=1, **limits) as c:
+        async with cluster([early_engine("p0", behave)], [decode_engine()], early_from_tokens=1, **limits) as c:
             assert (await c.complete(LONG)).status == 200
-
-    async def kept(request, seen):
-        prompt = Prompt()
-        prompt.may_end.set()
-        return await prompt(request, seen)
-
-    asyncio.run(main(kept))
-    asyncio.run(main(prefilling("p0")))
     assert given == [20.0, 27.0, 20.0, 7.0]

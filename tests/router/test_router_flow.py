@@ -34,7 +34,7 @@ PREFILL_BODY = prefill_body(REQUEST)
 PARAMS = b'{"remote_block_ids": [[1, 2]], "remote_num_tokens": 1e2}'
 PREFILLED = Answered(200, b'{"id": "x", "kv_transfer_params": ' + PARAMS + b"}")
 DIVIDED = decode_body(REQUEST, PARAMS)
-NOBODY = frozenset()
+RESET, BUSY = Failed("reset", ""), Answered(429, b"{}")
 
 
 def retry(role, reason):
@@ -72,8 +72,27 @@ def to_prefilling(p=P0, d=D0):
     )
 
 
+def to_second_prefill(event=RESET, reason="reset"):
+    """The first one has failed so, and the other one is asked."""
+    return (
+        *to_prefilling(),
+        (event, [failed(Role.PREFILL, reason), pick(Role.PREFILL, P0)]),
+        (Picked(P1), [retry(Role.PREFILL, reason), Send(P1, PREFILL_BODY)]),
+    )
+
+
 def to_decoding():
     return (*to_prefilling(), (PREFILLED, [Send(D0, DIVIDED)]))
+
+
+def to_second_decode(event=RESET, reason="reset"):
+    """The first one has failed so, and a prefill for the other one is asked."""
+    return (
+        *to_decoding(),
+        (event, [failed(Role.DECODE, reason), pick(Role.DECODE, D0)]),
+        (Picked(D1), [retry(Role.DECODE, reason), pick(Role.PREFILL, D0)]),
+        (Picked(P0), [Send(P0, PREFILL_BODY)]),
+    )
 
 
 def to_relaying(can_append=True):
@@ -121,8 +140,9 @@ def test_without_a_prefill_instance_decode_serves_alone():
     ("event", "reason"),
     [
         (Failed("refused", ""), "refused"),
-        (Failed("reset", ""), "reset"),
+        (RESET, "reset"),
         (Failed("deadline", ""), "deadline"),
+        (BUSY, "status_429"),
         (Answered(500, b"{}"), "status_500"),
         (Answered(503, b""), "status_503"),
         (Answered(302, b""), "status_302"),
@@ -134,9 +154,7 @@ def test_a_failed_prefill_is_tried_once_on_another_instance(event, reason):
     flow = new_flow()
     play(
         flow,
-        *to_prefilling(),
-        (event, [failed(Role.PREFILL, reason), pick(Role.PREFILL, P0)]),
-        (Picked(P1), [retry(Role.PREFILL, reason), Send(P1, PREFILL_BODY)]),
+        *to_second_prefill(event, reason),
         (PREFILLED, [Send(D0, DIVIDED)]),
     )
     assert flow.path is Path.DISAGGREGATED
@@ -146,9 +164,7 @@ def test_after_two_failed_prefills_decode_serves_alone():
     flow = new_flow()
     play(
         flow,
-        *to_prefilling(),
-        (Failed("reset", ""), [failed(Role.PREFILL, "reset"), pick(Role.PREFILL, P0)]),
-        (Picked(P1), [retry(Role.PREFILL, "reset"), Send(P1, PREFILL_BODY)]),
+        *to_second_prefill(),
         (
             Answered(500, b""),
             [failed(Role.PREFILL, "status_500"), fallback("prefill_failed"), Send(D0, RAW)],
@@ -190,7 +206,7 @@ def test_a_prefill_without_parameters_leaves_decode_alone(body):
     ("event", "reason"),
     [
         (Failed("refused", ""), "refused"),
-        (Failed("reset", ""), "reset"),
+        (RESET, "reset"),
         (Failed("deadline", ""), "deadline"),
     ],
 )
@@ -199,10 +215,7 @@ def test_a_failed_decode_is_tried_once_elsewhere_with_a_fresh_prefill(event, rea
     fresh = b'{"lease": 2}'
     play(
         flow,
-        *to_decoding(),
-        (event, [failed(Role.DECODE, reason), pick(Role.DECODE, D0)]),
-        (Picked(D1), [retry(Role.DECODE, reason), pick(Role.PREFILL, D0)]),
-        (Picked(P0), [Send(P0, PREFILL_BODY)]),
+        *to_second_decode(event, reason),
         (Answered(200, b'{"kv_transfer_params":' + fresh + b"}"), [Send(D1, decode_body(REQUEST, fresh))]),
         (Opened(True), [Relay()]),
         (Ended(), []),
@@ -213,11 +226,8 @@ def test_a_decode_retry_still_has_its_prefill_retry():
     flow = new_flow()
     play(
         flow,
-        *to_decoding(),
-        (Failed("reset", ""), [failed(Role.DECODE, "reset"), pick(Role.DECODE, D0)]),
-        (Picked(D1), [retry(Role.DECODE, "reset"), pick(Role.PREFILL, D0)]),
-        (Picked(P0), [Send(P0, PREFILL_BODY)]),
-        (Failed("reset", ""), [failed(Role.PREFILL, "reset"), pick(Role.PREFILL, D0, P0)]),
+        *to_second_decode(),
+        (RESET, [failed(Role.PREFILL, "reset"), pick(Role.PREFILL, D0, P0)]),
         (NoInstance(), [fallback("prefill_failed"), Send(D1, RAW)]),
     )
 
@@ -229,7 +239,7 @@ def test_a_decode_only_request_is_tried_elsewhere_without_a_prefill():
         (Began(), [pick(Role.DECODE)]),
         (Picked(D0), [pick(Role.PREFILL)]),
         (NoInstance(), [fallback("no_prefill_instance"), Send(D0, RAW)]),
-        (Failed("reset", ""), [failed(Role.DECODE, "reset"), pick_alone(D0)]),
+        (RESET, [failed(Role.DECODE, "reset"), pick_alone(D0)]),
         (Picked(D1), [retry(Role.DECODE, "reset"), Send(D1, RAW)]),
     )
 
@@ -292,10 +302,7 @@ def test_a_second_failed_decode_ends_the_request():
     flow = new_flow()
     play(
         flow,
-        *to_decoding(),
-        (Failed("reset", ""), [failed(Role.DECODE, "reset"), pick(Role.DECODE, D0)]),
-        (Picked(D1), [retry(Role.DECODE, "reset"), pick(Role.PREFILL, D0)]),
-        (Picked(P0), [Send(P0, PREFILL_BODY)]),
+        *to_second_decode(),
         (PREFILLED, [Send(D1, DIVIDED)]),
         (Answered(500, b""), [failed(Role.DECODE, "status_500"), Forward()]),
     )
@@ -393,7 +400,7 @@ EVENTS = {
     Answered: PREFILLED,
     Opened: Opened(True),
     Ended: Ended(),
-    Failed: Failed("reset", ""),
+    Failed: RESET,
     ClientGone: ClientGone(),
 }
 WAYS = {
@@ -449,32 +456,18 @@ def test_the_prefill_body_asks_for_one_token_and_no_stream():
     assert b"max_completion_tokens" not in PREFILL_BODY
 
 
-def to_other_prefill():
-    """P0 has too much to do, so P1 is asked for."""
-    counted = failed(Role.PREFILL, "status_429")
-    return (*to_prefilling(), (Answered(429, b"{}"), [counted, pick(Role.PREFILL, P0)]))
-
-
-def test_a_prefill_with_too_much_to_do_is_replaced():
-    flow = new_flow()
-    again = [retry(Role.PREFILL, "status_429"), Send(P1, PREFILL_BODY)]
-    play(flow, *to_other_prefill(), (Picked(P1), again), (PREFILLED, [Send(D0, DIVIDED)]))
-
-
 def test_where_every_prefill_has_too_much_to_do_the_client_hears_it():
     flow = new_flow()
-    play(flow, *to_other_prefill(), (NoInstance(), [Forward()]))
+    play(flow, *to_second_prefill(BUSY, "status_429")[:-1], (NoInstance(), [Forward()]))
     assert flow.state is State.DONE
     flow = new_flow()
-    again = [retry(Role.PREFILL, "status_429"), Send(P1, PREFILL_BODY)]
-    play(flow, *to_other_prefill(), (Picked(P1), again), (Answered(429, b"{}"), [Forward()]))
+    play(flow, *to_second_prefill(BUSY, "status_429"), (BUSY, [Forward()]))
 
 
 def test_a_busy_prefill_and_a_broken_one_leave_decode_alone():
     flow = new_flow()
-    again = [retry(Role.PREFILL, "status_429"), Send(P1, PREFILL_BODY)]
     then = [failed(Role.PREFILL, "reset"), fallback("prefill_failed"), Send(D0, RAW)]
-    play(flow, *to_other_prefill(), (Picked(P1), again), (Failed("reset", ""), then))
+    play(flow, *to_second_prefill(BUSY, "status_429"), (RESET, then))
 
 
 def test_a_policy_may_skip_prefill_and_the_client_is_told_why():
@@ -500,13 +493,20 @@ def test_a_policy_may_turn_a_request_away(steps):
 LOST = Answered(502, b'{"error": {"message": "x", "code": "peer_lost"}}')
 
 
+def to_lost_cache():
+    """It has not arrived, and is to be computed by another prefill for the same decode instance."""
+    return (
+        *to_decoding(),
+        (LOST, [failed(Role.DECODE, "peer_lost"), pick(Role.DECODE, P0)]),
+        (Picked(D0), [retry(Role.DECODE, "peer_lost"), pick(Role.PREFILL, P0)]),
+    )
+
+
 def test_a_cache_that_did_not_arrive_is_computed_anew_elsewhere_for_the_same_decode_instance():
     flow = new_flow()
     play(
         flow,
-        *to_decoding(),
-        (LOST, [failed(Role.DECODE, "peer_lost"), pick(Role.DECODE, P0)]),
-        (Picked(D0), [retry(Role.DECODE, "peer_lost"), pick(Role.PREFILL, P0)]),
+        *to_lost_cache(),
         (Picked(P1), [Send(P1, PREFILL_BODY)]),
         (PREFILLED, [Send(D0, DIVIDED)]),
     )
@@ -530,9 +530,7 @@ def test_a_cache_that_did_not_arrive_and_no_other_prefill_leaves_decode_alone():
     flow = new_flow()
     play(
         flow,
-        *to_decoding(),
-        (LOST, [failed(Role.DECODE, "peer_lost"), pick(Role.DECODE, P0)]),
-        (Picked(D0), [retry(Role.DECODE, "peer_lost"), pick(Role.PREFILL, P0)]),
+        *to_lost_cache(),
         (NoInstance(), [fallback("prefill_failed"), Send(D0, RAW)]),
     )
 
@@ -541,9 +539,7 @@ def test_a_cache_that_is_lost_twice_ends_the_request():
     flow = new_flow()
     play(
         flow,
-        *to_decoding(),
-        (LOST, [failed(Role.DECODE, "peer_lost"), pick(Role.DECODE, P0)]),
-        (Picked(D0), [retry(Role.DECODE, "peer_lost"), pick(Role.PREFILL, P0)]),
+        *to_lost_cache(),
         (Picked(P1), [Send(P1, PREFILL_BODY)]),
         (PREFILLED, [Send(D0, DIVIDED)]),
         (LOST, [failed(Role.DECODE, "peer_lost"), Forward()]),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
-from router_harness import answer, cluster, decode_engine, decoding, open_stream, prefill_engine, serving
+from router_harness import DONE, answer, cluster, decode_engine, decoding, prefill_engine, serving, streaming
 
 from kvferry.embedded.http.router_registration import Registrar, RegistrarConfig
 from kvferry.errors import ConfigurationError, RequestError
@@ -277,39 +277,33 @@ def test_what_is_no_announcement_is_refused(body):
 
 
 @pytest.mark.parametrize("key", [b"", KEY], ids=["this host", "token"])
-def test_an_engine_registers_serves_and_leaves_again(key):
-    async def main():
-        engine, prefill = decode_engine(), prefill_engine()
-        await engine.start()
-        async with cluster([prefill], [], registration=Registration(True, key)) as c:
-            assert (await c.complete()).status == 503
-            registrar = Registrar(RegistrarConfig((c.url,), engine.url, (Side.DECODE,), key))
-            running = asyncio.create_task(registrar.run())
-            await c.until_health_changes()
-            assert (await c.complete()).headers["x-kvferry-path"] == "disaggregated"
-            registrar.leave()
-            await running
-            assert (await c.complete()).status == 503
-            assert [member["role"] for member in (await c.members())["members"]] == ["prefill"]
-        await engine.stop()
-
-    asyncio.run(main())
+async def test_an_engine_registers_serves_and_leaves_again(key):
+    engine, prefill = decode_engine(), prefill_engine()
+    await engine.start()
+    async with cluster([prefill], [], registration=Registration(True, key)) as c:
+        assert (await c.complete()).status == 503
+        registrar = Registrar(RegistrarConfig((c.url,), engine.url, (Side.DECODE,), key))
+        running = asyncio.create_task(registrar.run())
+        await c.until_health_changes()
+        assert (await c.complete()).headers["x-kvferry-path"] == "disaggregated"
+        registrar.leave()
+        await running
+        assert (await c.complete()).status == 503
+        assert [member["role"] for member in (await c.members())["members"]] == ["prefill"]
+    await engine.stop()
 
 
-def test_whoever_does_not_know_the_token_is_not_let_in():
-    async def main():
-        async with cluster([], [decode_engine()], registration=Registration(True, KEY)) as c:
-            body = json.dumps({"url": "http://127.0.0.1:1", "role": "prefill"}).encode()
-            for headers in ({}, {SIGNATURE: sign(b"x" * 32, body, time.time())}):
-                async with c.session.post(c.url + MEMBERS_PATH, data=body, headers=headers) as response:
-                    assert response.status == 403
-            nonsense = sign(KEY, b"{", time.time())
-            async with c.session.post(c.url + MEMBERS_PATH, data=b"{", headers={SIGNATURE: nonsense}) as response:
-                assert response.status == 400
-            assert len((await c.members())["members"]) == 1
-            assert await c.metric('kvferry_router_refused_registrations_total{reason="signature"}') == 1
-
-    asyncio.run(main())
+async def test_whoever_does_not_know_the_token_is_not_let_in():
+    async with cluster([], [decode_engine()], registration=Registration(True, KEY)) as c:
+        body = json.dumps({"url": "http://127.0.0.1:1", "role": "prefill"}).encode()
+        for headers in ({}, {SIGNATURE: sign(b"x" * 32, body, time.time())}):
+            async with c.session.post(c.url + MEMBERS_PATH, data=body, headers=headers) as response:
+                assert response.status == 403
+        nonsense = sign(KEY, b"{", time.time())
+        async with c.session.post(c.url + MEMBERS_PATH, data=b"{", headers={SIGNATURE: nonsense}) as response:
+            assert response.status == 400
+        assert len((await c.members())["members"]) == 1
+        assert await c.metric('kvferry_router_refused_registrations_total{reason="signature"}') == 1
 
 
 @pytest.mark.parametrize(
@@ -317,27 +311,21 @@ def test_whoever_does_not_know_the_token_is_not_let_in():
     [(Registration(), "http://127.0.0.1:1", 404), (Registration(True), "http://10.0.0.1:1", 403)],
     ids=["closed", "another host"],
 )
-def test_registrations_are_for_those_who_opened_them_and_without_a_token_for_this_host(registration, url, status):
-    async def main():
-        body = {"url": url, "role": "prefill"}
-        async with (
-            cluster([], [decode_engine()], registration=registration) as c,
-            c.session.post(c.url + MEMBERS_PATH, json=body) as response,
-        ):
-            assert response.status == status
-
-    asyncio.run(main())
+async def test_registrations_are_for_those_who_opened_them_and_without_a_token_for_this_host(registration, url, status):
+    body = {"url": url, "role": "prefill"}
+    async with (
+        cluster([], [decode_engine()], registration=registration) as c,
+        c.session.post(c.url + MEMBERS_PATH, json=body) as response,
+    ):
+        assert response.status == status
 
 
-def test_an_engine_without_a_router_goes_on():
-    async def main():
-        registrar = Registrar(RegistrarConfig(("http://127.0.0.1:1",), "http://e", (Side.PREFILL,), b""))
-        running = asyncio.create_task(registrar.run())
-        registrar.leave()
-        await running
-        await Registrar(RegistrarConfig((), "http://e", (Side.PREFILL,), b"")).run()
-
-    asyncio.run(main())
+async def test_an_engine_without_a_router_goes_on():
+    registrar = Registrar(RegistrarConfig(("http://127.0.0.1:1",), "http://e", (Side.PREFILL,), b""))
+    running = asyncio.create_task(registrar.run())
+    registrar.leave()
+    await running
+    await Registrar(RegistrarConfig((), "http://e", (Side.PREFILL,), b"")).run()
 
 
 @pytest.mark.parametrize(
@@ -353,13 +341,10 @@ def test_an_engine_without_a_router_goes_on():
         ("http://127.0.0.1:8100", "http://[10.0.0.9:8000", True),
     ],
 )
-def test_an_address_that_means_nothing_elsewhere_is_warned_about(url, router, is_told, caplog):
-    async def main():
-        registrar = Registrar(RegistrarConfig((router,), url, (), b""))
-        registrar.leave()
-        await registrar.run()
-
-    asyncio.run(main())
+async def test_an_address_that_means_nothing_elsewhere_is_warned_about(url, router, is_told, caplog):
+    registrar = Registrar(RegistrarConfig((router,), url, (), b""))
+    registrar.leave()
+    await registrar.run()
     assert any("--advertise-url" in record.message for record in caplog.records) == is_told
 
 
@@ -373,87 +358,72 @@ def losing(reason: str):
     return behave
 
 
-def test_the_pair_whose_caches_do_not_arrive_is_taken_out_by_traffic():
-    async def main():
-        prefill = [prefill_engine("p0"), prefill_engine("p1")]
-        async with cluster(prefill, [decode_engine("d0", losing("transport"))]) as c:
-            for _ in range(12):
-                assert (await c.complete()).status == 200
-            assert len(prefill[0].seen) == PAIR_BREAKER.num_failures
-            (pair,) = (await c.members())["broken_pairs"]
-            assert (pair["prefill"], pair["breaker"]) == (prefill[0].url, "open")
-            async with c.session.get(c.url + "/ready") as response:
-                assert (await response.json())["num_usable_pairs"] == 1
-            assert 'reason="transport"' in await c.metrics()
-
-    asyncio.run(main())
+async def test_the_pair_whose_caches_do_not_arrive_is_taken_out_by_traffic():
+    prefill = [prefill_engine("p0"), prefill_engine("p1")]
+    async with cluster(prefill, [decode_engine("d0", losing("transport"))]) as c:
+        for _ in range(12):
+            assert (await c.complete()).status == 200
+        assert len(prefill[0].seen) == PAIR_BREAKER.num_failures
+        (pair,) = (await c.members())["broken_pairs"]
+        assert (pair["prefill"], pair["breaker"]) == (prefill[0].url, "open")
+        async with c.session.get(c.url + "/ready") as response:
+            assert (await response.json())["num_usable_pairs"] == 1
+        assert 'reason="transport"' in await c.metrics()
 
 
 @pytest.mark.parametrize("is_told_by", ["header", "error"])
-def test_prompts_that_are_read_differently_take_out_no_pair(is_told_by):
+async def test_prompts_that_are_read_differently_take_out_no_pair(is_told_by):
     async def refusing(request, seen):
         if "kv_transfer_params" not in json.loads(seen.raw):
             return aiohttp.web.json_response(answer("one"))
         return aiohttp.web.json_response({"error": {"message": "x", "code": "wrong_prompt"}}, status=502)
 
-    async def main():
-        behave = losing("wrong_prompt") if is_told_by == "header" else refusing
-        async with cluster([prefill_engine("p0")], [decode_engine("d0", behave)]) as c:
-            for _ in range(PAIR_BREAKER.num_failures + 1):
-                assert (await c.complete()).status == 200
-            assert len(c.prefill[0].seen) == PAIR_BREAKER.num_failures + 1
-            assert (await c.members())["broken_pairs"] == []
-
-    asyncio.run(main())
+    behave = losing("wrong_prompt") if is_told_by == "header" else refusing
+    async with cluster([prefill_engine("p0")], [decode_engine("d0", behave)]) as c:
+        for _ in range(PAIR_BREAKER.num_failures + 1):
+            assert (await c.complete()).status == 200
+        assert len(c.prefill[0].seen) == PAIR_BREAKER.num_failures + 1
+        assert (await c.members())["broken_pairs"] == []
 
 
 @pytest.mark.parametrize("reason", ["unnamed_prompt", "prompt_logprobs"])
-def test_prompts_that_a_decode_engine_computes_on_purpose_take_out_no_pair(reason):
-    async def main():
-        async with cluster([prefill_engine("p0")], [decode_engine("d0", losing(reason))]) as c:
-            for _ in range(PAIR_BREAKER.num_failures + 1):
-                assert (await c.complete()).status == 200
-            assert len(c.prefill[0].seen) == PAIR_BREAKER.num_failures + 1
-            assert (await c.members())["broken_pairs"] == []
-
-    asyncio.run(main())
+async def test_prompts_that_a_decode_engine_computes_on_purpose_take_out_no_pair(reason):
+    async with cluster([prefill_engine("p0")], [decode_engine("d0", losing(reason))]) as c:
+        for _ in range(PAIR_BREAKER.num_failures + 1):
+            assert (await c.complete()).status == 200
+        assert len(c.prefill[0].seen) == PAIR_BREAKER.num_failures + 1
+        assert (await c.members())["broken_pairs"] == []
 
 
-def test_too_much_to_do_is_429_with_a_time_to_come_back():
-    async def main():
-        limits = Limits(max_requests=1)
-        release = asyncio.Event()
+async def test_too_much_to_do_is_429_with_a_time_to_come_back():
+    limits = Limits(max_requests=1)
+    release = asyncio.Event()
 
-        async def slow(request, seen):
-            await release.wait()
-            return await decoding(request, seen)
+    async def slow(request, seen):
+        await release.wait()
+        return await decoding(request, seen)
 
-        engine = decode_engine("d0", slow)
-        async with cluster([], [engine], policy_settings=PolicySettings(limits=limits)) as c:
-            first = asyncio.create_task(c.complete())
-            await engine.arrived.wait()
-            second = await c.complete()
-            assert (second.status, second.headers["retry-after"]) == (429, "1")
-            assert second.error["code"] == "overloaded"
-            release.set()
-            assert (await first).status == 200
-
-    asyncio.run(main())
+    engine = decode_engine("d0", slow)
+    async with cluster([], [engine], policy_settings=PolicySettings(limits=limits)) as c:
+        first = asyncio.create_task(c.complete())
+        await engine.arrived.wait()
+        second = await c.complete()
+        assert (second.status, second.headers["retry-after"]) == (429, "1")
+        assert second.error["code"] == "overloaded"
+        release.set()
+        assert (await first).status == 200
 
 
-def test_a_short_prompt_is_left_to_decode_and_the_answer_says_so():
-    async def main():
-        limits = Limits(skip_below_tokens=4)
-        async with cluster([prefill_engine()], [decode_engine()], policy_settings=PolicySettings(limits=limits)) as c:
-            short = await c.complete({"prompt": [1, 2, 3]})
-            assert short.headers["x-kvferry-path"] == "decode-only"
-            assert short.headers["x-kvferry-reason"] == "short_prompt; tokens=3; threshold=4"
-            long = await c.complete({"prompt": [1, 2, 3, 4]})
-            assert long.headers["x-kvferry-path"] == "disaggregated"
-            assert "x-kvferry-reason" not in long.headers
-            assert await c.metric("kvferry_router_skip_threshold_tokens") == 4
-
-    asyncio.run(main())
+async def test_a_short_prompt_is_left_to_decode_and_the_answer_says_so():
+    limits = Limits(skip_below_tokens=4)
+    async with cluster([prefill_engine()], [decode_engine()], policy_settings=PolicySettings(limits=limits)) as c:
+        short = await c.complete({"prompt": [1, 2, 3]})
+        assert short.headers["x-kvferry-path"] == "decode-only"
+        assert short.headers["x-kvferry-reason"] == "short_prompt; tokens=3; threshold=4"
+        long = await c.complete({"prompt": [1, 2, 3, 4]})
+        assert long.headers["x-kvferry-path"] == "disaggregated"
+        assert "x-kvferry-reason" not in long.headers
+        assert await c.metric("kvferry_router_skip_threshold_tokens") == 4
 
 
 @pytest.mark.parametrize(
@@ -470,43 +440,28 @@ def test_without_a_key_only_this_host_may_register(client, status):
     assert registry.take(body, {}, client)[0] == status
 
 
-def test_the_phases_of_an_engine_reach_the_client_and_the_metrics():
-    async def behave(request, seen):
-        timing = "queue;dur=1.000, handshake;dur=2.000, wire;dur=0.500"
-        response = await open_stream(request, **{"server-timing": timing})
-        await response.write(b'data: {"a": 1}\n\n')
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
-
-    async def main():
-        async with cluster([prefill_engine()], [decode_engine("d0", behave)]) as c:
-            told = await c.complete({"prompt": "x", "stream": True})
-            names = [entry.partition(";")[0] for entry in told.headers["server-timing"].split(", ")]
-            assert names == ["queue", "prefill", "decode_queue", "handshake", "wire", "first_decode"]
-            labels = f'decode="{c.decode[0].url}",phase="wire",prefill="{c.prefill[0].url}"'
-            assert await c.metric(f"kvferry_router_phase_seconds_sum{{{labels}}}") == pytest.approx(0.0005)
-
-    asyncio.run(main())
+async def test_the_phases_of_an_engine_reach_the_client_and_the_metrics():
+    timing = "queue;dur=1.000, handshake;dur=2.000, wire;dur=0.500"
+    behave = streaming(b'data: {"a": 1}\n\n', DONE, **{"server-timing": timing})
+    async with cluster([prefill_engine()], [decode_engine("d0", behave)]) as c:
+        told = await c.complete({"prompt": "x", "stream": True})
+        names = [entry.partition(";")[0] for entry in told.headers["server-timing"].split(", ")]
+        assert names == ["queue", "prefill", "decode_queue", "handshake", "wire", "first_decode"]
+        labels = f'decode="{c.decode[0].url}",phase="wire",prefill="{c.prefill[0].url}"'
+        assert await c.metric(f"kvferry_router_phase_seconds_sum{{{labels}}}") == pytest.approx(0.0005)
 
 
-def test_answers_that_are_not_streamed_have_phases_too_and_do_not_spoil_those_of_first_tokens():
-    async def main():
-        async with cluster([prefill_engine()], [decode_engine()]) as c:
-            assert (await c.complete({"prompt": "x"})).status == 200
-            pair = f'prefill="{c.prefill[0].url}"'
-            for phase, count in (("prefill", 1), ("decode", 1), ("first_decode", 0)):
-                labels = f'decode="{c.decode[0].url}",phase="{phase}",{pair}'
-                assert await c.metric(f"kvferry_router_phase_seconds_count{{{labels}}}") == count
-            assert await c.metric('kvferry_router_time_to_first_token_seconds_count{path="disaggregated"}') == 0
-
-    asyncio.run(main())
+async def test_answers_that_are_not_streamed_have_phases_too_and_do_not_spoil_those_of_first_tokens():
+    async with cluster([prefill_engine()], [decode_engine()]) as c:
+        assert (await c.complete({"prompt": "x"})).status == 200
+        pair = f'prefill="{c.prefill[0].url}"'
+        for phase, count in (("prefill", 1), ("decode", 1), ("first_decode", 0)):
+            labels = f'decode="{c.decode[0].url}",phase="{phase}",{pair}'
+            assert await c.metric(f"kvferry_router_phase_seconds_count{{{labels}}}") == count
+        assert await c.metric('kvferry_router_time_to_first_token_seconds_count{path="disaggregated"}') == 0
 
 
-def test_a_router_without_instances_says_so_until_one_comes():
-    async def main():
-        app = create_app(RouterConfig((), (), registration=Registration(True)))
-        async with serving(app) as url, aiohttp.ClientSession() as session, session.get(url + "/ready") as response:
-            assert (response.status, (await response.json())["path"]) == (503, "")
-
-    asyncio.run(main())
+async def test_a_router_without_instances_says_so_until_one_comes():
+    app = create_app(RouterConfig((), (), registration=Registration(True)))
+    async with serving(app) as url, aiohttp.ClientSession() as session, session.get(url + "/ready") as response:
+        assert (response.status, (await response.json())["path"]) == (503, "")

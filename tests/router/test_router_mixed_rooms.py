@@ -7,10 +7,10 @@ import json
 
 import pytest
 from aiohttp import web
-from router_harness import DEADLINE_S, Engine, answer, cluster, failing, hanging, resetting
+from router_harness import DONE, answer, cluster, failing, hanging, resetting
 from sglang_stubs import BACKEND, USAGE, Rooms, other_decode, other_prefill, sglang_decode, sglang_prefill
 from test_router_flow import D0, D1, P0, P1, RAW, REQUEST, failed, fallback, pick, pick_alone, play, retry
-from test_router_rooms import until, until_idle
+from test_router_rooms import rooms_of
 
 from kvferry.kv_transfer_params import from_params, room_names, room_of, room_params
 from kvferry.router.commands import Cancel, Count, Counted, Forward, Relay, Release, Send, Start
@@ -256,96 +256,79 @@ def test_a_decode_that_computes_is_left_alone_when_two_prefills_are_lost():
 # --- on sockets
 
 
-def rooms_of(engine: Engine) -> list[int]:
-    """Of a server of SGLang."""
-    return [seen.body["bootstrap_room"] for seen in engine.seen]
+async def test_sglang_prefills_for_another_engine():
+    rooms = Rooms()
+    p, d = sglang_prefill(rooms, port=8765, kvferry=BACKEND), other_decode(rooms)
+    async with cluster([p], [d]) as c:
+        reply = await c.complete()
+        assert (reply.status, json.loads(reply.raw)["choices"][0]["text"]) == (200, "one two")
+        assert reply.headers["x-kvferry-path"] == "disaggregated"
+        await c.until_idle()
+        ((asked,), (served,)) = p.seen, d.seen
+        (room,) = rooms_of(p)
+        assert "kv_transfer_params" not in asked.body
+        params = room_params(room, "127.0.0.1", 8765)
+        assert served.body == {"model": "tiny", "prompt": "hello", "max_tokens": 9, "kv_transfer_params": params}
+        members = await c.members()
+        assert {one["handover"] for one in members["members"]} == {"room", "reference"}
+        assert all(one["meets_in_rooms"] for one in members["members"])
+        assert members["incompatible_pairs"] == []
+        assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
+        assert "kvferry_router_releases_total{" not in await c.metrics()
 
 
-def test_sglang_prefills_for_another_engine():
-    async def main():
-        rooms = Rooms()
-        p, d = sglang_prefill(rooms, port=8765, kvferry=BACKEND), other_decode(rooms)
-        async with cluster([p], [d]) as c:
-            reply = await c.complete()
-            assert (reply.status, json.loads(reply.raw)["choices"][0]["text"]) == (200, "one two")
-            assert reply.headers["x-kvferry-path"] == "disaggregated"
-            await until_idle(c)
-            ((asked,), (served,)) = p.seen, d.seen
-            (room,) = rooms_of(p)
-            assert "kv_transfer_params" not in asked.body
-            params = room_params(room, "127.0.0.1", 8765)
-            assert served.body == {"model": "tiny", "prompt": "hello", "max_tokens": 9, "kv_transfer_params": params}
-            members = await c.members()
-            assert {one["handover"] for one in members["members"]} == {"room", "reference"}
-            assert all(one["meets_in_rooms"] for one in members["members"])
-            assert members["incompatible_pairs"] == []
-            assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
-            assert "kvferry_router_releases_total{" not in await c.metrics()
-
-    asyncio.run(main())
-
-
-def test_another_engine_prefills_for_sglang():
-    async def main():
-        rooms = Rooms()
-        p, d = other_prefill(rooms, port=9007), sglang_decode(rooms, kvferry=BACKEND)
-        async with cluster([p], [d]) as c:
-            reply = await c.complete({"model": "tiny", "prompt": "hello", "max_tokens": 9, "stream": True})
-            assert reply.headers["x-kvferry-path"] == "disaggregated"
-            assert reply.raw.endswith(b"data: [DONE]\n\n")
-            await until_idle(c)
-            ((asked,), (served,)) = p.seen, d.seen
-            (room,) = rooms_of(d)
-            assert asked.body["kv_transfer_params"] == {"do_remote_decode": True, "kvferry": {"room": room}}
-            assert (asked.body["max_tokens"], asked.body["stream"]) == (1, False)
-            place = {
-                "bootstrap_host": "127.0.0.1",
-                "bootstrap_port": 9007,
-                "bootstrap_room": room,
-                "rid": None,
-                "disagg_prefill_dp_rank": None,
-            }
-            assert {name: served.body[name] for name in place} == place
-            assert p.released.empty()
-            assert await c.metric("kvferry_router_early_decodes_total") == 0
-
-    asyncio.run(main())
+async def test_another_engine_prefills_for_sglang():
+    rooms = Rooms()
+    p, d = other_prefill(rooms, port=9007), sglang_decode(rooms, kvferry=BACKEND)
+    async with cluster([p], [d]) as c:
+        reply = await c.complete({"model": "tiny", "prompt": "hello", "max_tokens": 9, "stream": True})
+        assert reply.headers["x-kvferry-path"] == "disaggregated"
+        assert reply.raw.endswith(DONE)
+        await c.until_idle()
+        ((asked,), (served,)) = p.seen, d.seen
+        (room,) = rooms_of(d)
+        assert asked.body["kv_transfer_params"] == {"do_remote_decode": True, "kvferry": {"room": room}}
+        assert (asked.body["max_tokens"], asked.body["stream"]) == (1, False)
+        place = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": 9007,
+            "bootstrap_room": room,
+            "rid": None,
+            "disagg_prefill_dp_rank": None,
+        }
+        assert {name: served.body[name] for name in place} == place
+        assert p.released.empty()
+        assert await c.metric("kvferry_router_early_decodes_total") == 0
 
 
-def test_the_usage_says_what_the_other_engine_had_cached():
-    async def main():
-        rooms = Rooms()
+async def test_the_usage_says_what_the_other_engine_had_cached():
+    rooms = Rooms()
 
-        async def behave(request, seen):
-            await rooms.of(seen).computed.wait()
-            usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
-            return web.json_response(answer("one two", usage=usage))
+    async def behave(request, seen):
+        await rooms.of(seen).computed.wait()
+        usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
+        return web.json_response(answer("one two", usage=usage))
 
-        d = sglang_decode(rooms, behave, kvferry=BACKEND)
-        async with cluster([other_prefill(rooms)], [d]) as c:
-            usage = json.loads((await c.complete()).raw)["usage"]
-            assert usage["prompt_tokens_details"] == USAGE["prompt_tokens_details"]
-
-    asyncio.run(main())
+    d = sglang_decode(rooms, behave, kvferry=BACKEND)
+    async with cluster([other_prefill(rooms)], [d]) as c:
+        usage = json.loads((await c.complete()).raw)["usage"]
+        assert usage["prompt_tokens_details"] == USAGE["prompt_tokens_details"]
 
 
 @pytest.mark.parametrize("behave", [failing(500, "x"), resetting])
-def test_a_second_try_may_be_a_pair_of_another_kind(behave):
-    async def main():
-        rooms = Rooms()
-        bad, good, d = (
-            other_prefill(rooms, behave),
-            sglang_prefill(rooms, kvferry=BACKEND),
-            sglang_decode(rooms, kvferry=BACKEND),
-        )
-        async with cluster([bad, good], [d]) as c:
-            assert (await c.complete()).status == 200
-            assert len(set(rooms_of(d))) == len(d.seen) == 2
-            assert (len(bad.seen), len(good.seen)) == (1, 1)
-            assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
-            await until_idle(c)
-
-    asyncio.run(main())
+async def test_a_second_try_may_be_a_pair_of_another_kind(behave):
+    rooms = Rooms()
+    bad, good, d = (
+        other_prefill(rooms, behave),
+        sglang_prefill(rooms, kvferry=BACKEND),
+        sglang_decode(rooms, kvferry=BACKEND),
+    )
+    async with cluster([bad, good], [d]) as c:
+        assert (await c.complete()).status == 200
+        assert len(set(rooms_of(d))) == len(d.seen) == 2
+        assert (len(bad.seen), len(good.seen)) == (1, 1)
+        assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
+        await c.until_idle()
 
 
 def after_prefill(rooms: Rooms):
@@ -356,40 +339,34 @@ def after_prefill(rooms: Rooms):
     return behave
 
 
-def test_what_an_engine_has_kept_for_a_decode_that_fails_is_released():
-    async def main():
-        rooms = Rooms()
-        p = other_prefill(rooms, port=9007)
-        bad, good = sglang_decode(rooms, after_prefill(rooms), kvferry=BACKEND), sglang_decode(rooms, kvferry=BACKEND)
-        async with cluster([p], [bad, good]) as c:
-            assert (await c.complete()).status == 200
-            (room,) = rooms_of(bad)
-            released = await asyncio.wait_for(p.released.get(), DEADLINE_S)
-            assert released == {"kv_transfer_params": room_params(room, "127.0.0.1", 9007)}
-            assert room not in rooms_of(good)
-            assert p.released.empty()
-
-    asyncio.run(main())
+async def test_what_an_engine_has_kept_for_a_decode_that_fails_is_released():
+    rooms = Rooms()
+    p = other_prefill(rooms, port=9007)
+    bad, good = sglang_decode(rooms, after_prefill(rooms), kvferry=BACKEND), sglang_decode(rooms, kvferry=BACKEND)
+    async with cluster([p], [bad, good]) as c:
+        assert (await c.complete()).status == 200
+        (room,) = rooms_of(bad)
+        released = await p.released.get()
+        assert released == {"kv_transfer_params": room_params(room, "127.0.0.1", 9007)}
+        assert room not in rooms_of(good)
+        assert p.released.empty()
 
 
 @pytest.mark.parametrize("direction", ["from SGLang", "to SGLang"])
-def test_a_client_that_leaves_ends_both(direction):
-    async def main():
-        rooms = Rooms()
-        if direction == "from SGLang":
-            p, d = sglang_prefill(rooms, kvferry=BACKEND), other_decode(rooms, hanging)
-        else:
-            p, d = other_prefill(rooms, hanging), sglang_decode(rooms, kvferry=BACKEND)
-        async with cluster([p], [d]) as c:
-            asking = asyncio.create_task(c.complete())
-            await asyncio.gather(until(p.arrived), until(d.arrived))
-            asking.cancel()
-            await asyncio.gather(until(p.left), until(d.left))
-            await until_idle(c)
-            if direction == "to SGLang":
-                assert (await p.released.get())["kv_transfer_params"]["kvferry"] == {"room": rooms_of(d)[0]}
-
-    asyncio.run(main())
+async def test_a_client_that_leaves_ends_both(direction):
+    rooms = Rooms()
+    if direction == "from SGLang":
+        p, d = sglang_prefill(rooms, kvferry=BACKEND), other_decode(rooms, hanging)
+    else:
+        p, d = other_prefill(rooms, hanging), sglang_decode(rooms, kvferry=BACKEND)
+    async with cluster([p], [d]) as c:
+        asking = asyncio.create_task(c.complete())
+        await asyncio.gather(p.arrived.wait(), d.arrived.wait())
+        asking.cancel()
+        await asyncio.gather(p.left.wait(), d.left.wait())
+        await c.until_idle()
+        if direction == "to SGLang":
+            assert (await p.released.get())["kv_transfer_params"]["kvferry"] == {"room": rooms_of(d)[0]}
 
 
 @pytest.mark.parametrize(
@@ -400,54 +377,43 @@ def test_a_client_that_leaves_ends_both(direction):
         ([resetting], "prefill_failed"),
     ],
 )
-def test_a_decode_that_computes_does_without_sglang(prefills, reason):
-    async def main():
-        rooms = Rooms()
-        ps = [sglang_prefill(rooms, behave, kvferry=BACKEND) for behave in prefills]
-        d = other_decode(rooms)
-        async with cluster(ps, [d]) as c:
-            reply = await c.complete()
-            assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
-            assert reply.headers["x-kvferry-reason"] == reason
-            assert "kv_transfer_params" not in d.seen[-1].body
-            assert len(d.seen) == 1 + len(ps)
-            await until_idle(c)
-
-    asyncio.run(main())
+async def test_a_decode_that_computes_does_without_sglang(prefills, reason):
+    rooms = Rooms()
+    ps = [sglang_prefill(rooms, behave, kvferry=BACKEND) for behave in prefills]
+    d = other_decode(rooms)
+    async with cluster(ps, [d]) as c:
+        reply = await c.complete()
+        assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
+        assert reply.headers["x-kvferry-reason"] == reason
+        assert "kv_transfer_params" not in d.seen[-1].body
+        assert len(d.seen) == 1 + len(ps)
+        await c.until_idle()
 
 
-def test_an_error_of_an_engine_beside_sglang_is_its_own():
+async def test_an_error_of_an_engine_beside_sglang_is_its_own():
     """It does not wait for decode to read: what goes wrong is not the pair's."""
-
-    async def main():
-        rooms = Rooms()
-        bad, good = other_prefill(rooms, failing(500, "x")), other_prefill(rooms, port=9008)
-        async with cluster([bad, good], [sglang_decode(rooms, kvferry=BACKEND)]) as c:
-            while len(bad.seen) < INSTANCE_BREAKER.num_failures:
-                assert (await c.complete()).status == 200
-            await until_idle(c)
-            members = await c.members()
-            assert members["broken_pairs"] == []
-            assert [one["breaker"] for one in members["members"]] == ["open", "closed", "closed"]
-
-    asyncio.run(main())
+    rooms = Rooms()
+    bad, good = other_prefill(rooms, failing(500, "x")), other_prefill(rooms, port=9008)
+    async with cluster([bad, good], [sglang_decode(rooms, kvferry=BACKEND)]) as c:
+        while len(bad.seen) < INSTANCE_BREAKER.num_failures:
+            assert (await c.complete()).status == 200
+        await c.until_idle()
+        members = await c.members()
+        assert members["broken_pairs"] == []
+        assert [one["breaker"] for one in members["members"]] == ["open", "closed", "closed"]
 
 
-def test_each_engine_meets_whom_it_can():
+async def test_each_engine_meets_whom_it_can():
     """SGLang's with kvferry's backend meet all that can, others only their own."""
-
-    async def main():
-        rooms = Rooms()
-        ps = [
-            other_prefill(rooms, port=9007),
-            sglang_prefill(rooms, port=9008, kvferry=BACKEND),
-            sglang_prefill(rooms, port=9009, disaggregation_transfer_backend="nixl"),
-        ]
-        d, nixl = sglang_decode(rooms, kvferry=BACKEND), sglang_decode(rooms, disaggregation_transfer_backend="nixl")
-        async with cluster(ps, [d, nixl]) as c:
-            assert [(await c.complete()).status for _ in range(8)] == [200] * 8
-            assert all(p.seen for p in ps)
-            assert set(rooms_of(nixl)) == set(rooms_of(ps[2]))
-            assert len((await c.members())["incompatible_pairs"]) == 3
-
-    asyncio.run(main())
+    rooms = Rooms()
+    ps = [
+        other_prefill(rooms, port=9007),
+        sglang_prefill(rooms, port=9008, kvferry=BACKEND),
+        sglang_prefill(rooms, port=9009, disaggregation_transfer_backend="nixl"),
+    ]
+    d, nixl = sglang_decode(rooms, kvferry=BACKEND), sglang_decode(rooms, disaggregation_transfer_backend="nixl")
+    async with cluster(ps, [d, nixl]) as c:
+        assert [(await c.complete()).status for _ in range(8)] == [200] * 8
+        assert all(p.seen for p in ps)
+        assert set(rooms_of(nixl)) == set(rooms_of(ps[2]))
+        assert len((await c.members())["incompatible_pairs"]) == 3

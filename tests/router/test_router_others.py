@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 from aiohttp import web
-from router_harness import chat_chunk, cluster, decode_engine, decoding, frame, open_stream, prefill_engine
+from router_harness import (
+    DONE,
+    ONE,
+    STREAM,
+    breaking,
+    chat_chunk,
+    cluster,
+    decode_engine,
+    decoding,
+    frame,
+    prefill_engine,
+    stalling,
+    streaming,
+)
 
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER
@@ -16,129 +28,89 @@ from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.prompt_cost import cost_of
 
 ERROR = {"error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}}
-STREAM = {"prompt": "a", "stream": True}
+# As vLLM's: a status of 200, and then this.
+BROKEN = frame(ERROR) + DONE
 
 
 def failing_with_caches_of(name):
-    """As vLLM does: 500, or in a stream an event after a status of 200."""
+    """As vLLM does: 500, or in a stream an event."""
 
     async def behave(request, seen):
         if seen.body.get("kv_transfer_params", {}).get("remote_engine_id") != name:
             return await decoding(request, seen)
         if not seen.body.get("stream"):
             return web.json_response(ERROR, status=500)
-        response = await open_stream(request)
-        await response.write(frame(ERROR) + b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
+        return await streaming(BROKEN)(request, seen)
 
     return behave
 
 
 @pytest.mark.parametrize("body", [{"prompt": "a"}, STREAM], ids=["whole", "stream"])
-def test_a_prefill_whose_caches_do_not_come_takes_out_no_decode_instance(body):
-    async def main():
-        ds = [decode_engine(name, failing_with_caches_of("p0")) for name in ("d0", "d1")]
-        async with cluster([prefill_engine("p0")], ds) as c:
-            for _ in range(2 * (INSTANCE_BREAKER.num_failures + PAIR_BREAKER.num_failures)):
-                reply = await c.complete(body)
-                assert reply.status == 200
-                assert b"Internal server error" not in reply.raw
-            members = await c.members()
-            assert {one["breaker"] for one in members["members"]} == {"closed"}
-            assert {pair["decode"] for pair in members["broken_pairs"]} == {d.url for d in ds}
-
-    asyncio.run(main())
+async def test_a_prefill_whose_caches_do_not_come_takes_out_no_decode_instance(body):
+    ds = [decode_engine(name, failing_with_caches_of("p0")) for name in ("d0", "d1")]
+    async with cluster([prefill_engine("p0")], ds) as c:
+        for _ in range(2 * (INSTANCE_BREAKER.num_failures + PAIR_BREAKER.num_failures)):
+            reply = await c.complete(body)
+            assert reply.status == 200
+            assert b"Internal server error" not in reply.raw
+        members = await c.members()
+        assert {one["breaker"] for one in members["members"]} == {"closed"}
+        assert {pair["decode"] for pair in members["broken_pairs"]} == {d.url for d in ds}
 
 
-def test_an_error_at_the_beginning_of_a_stream_is_forwarded_as_it_is_when_there_is_no_other_way():
-    async def behave(request, seen):
-        response = await open_stream(request)
-        await response.write(frame(ERROR) + b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
-
-    async def main():
-        async with cluster([], [decode_engine("d0", behave)]) as c:
-            reply = await c.complete(STREAM)
-            assert (reply.status, reply.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-            assert reply.raw == frame(ERROR) + b"data: [DONE]\n\n"
-
-    asyncio.run(main())
+async def test_an_error_at_the_beginning_of_a_stream_is_forwarded_as_it_is_when_there_is_no_other_way():
+    async with cluster([], [decode_engine("d0", streaming(BROKEN))]) as c:
+        reply = await c.complete(STREAM)
+        assert (reply.status, reply.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        assert reply.raw == BROKEN
 
 
-def test_an_instance_that_breaks_every_stream_is_taken_out():
-    async def behave(request, seen):
-        response = await open_stream(request)
-        await response.write(frame(chat_chunk("one")))
-        request.transport.close()
-        return response
-
-    async def main():
-        async with cluster([], [decode_engine("d0", behave)]) as c:
-            for _ in range(INSTANCE_BREAKER.num_failures):
-                assert b"upstream_broke_off" in (await c.complete(STREAM)).raw
-            assert (await c.complete(STREAM)).status == 503
-
-    asyncio.run(main())
+async def test_an_instance_that_breaks_every_stream_is_taken_out():
+    async with cluster([], [decode_engine("d0", breaking(ONE))]) as c:
+        for _ in range(INSTANCE_BREAKER.num_failures):
+            assert b"upstream_broke_off" in (await c.complete(STREAM)).raw
+        assert (await c.complete(STREAM)).status == 503
 
 
-def test_a_prompt_counts_as_cached_from_the_first_byte_on():
+async def test_a_prompt_counts_as_cached_from_the_first_byte_on():
     prompt = "a prompt that is long enough to have a home " * 64
     task = cost_of(parse_request(json.dumps({"prompt": prompt, "stream": True}).encode(), Endpoint.COMPLETIONS))
 
-    async def behave(request, seen):
-        response = await open_stream(request)
-        await response.write(frame(chat_chunk("one")))
-        await asyncio.Event().wait()
-        return response
-
-    async def main():
-        async with cluster([], [decode_engine("d0", behave)]) as c:
-            pool = c.app.state.pool
-            (instance,) = pool.instances
-            body = {"prompt": prompt, "stream": True}
-            async with c.session.post(c.url + "/v1/completions", json=body) as response:
-                assert await response.content.readany() == frame(chat_chunk("one"))
-                assert pool.prefixes.num_known(instance, task.prefixes) == len(task.prefixes) > 0
-
-    asyncio.run(main())
+    async with cluster([], [decode_engine("d0", stalling(ONE))]) as c:
+        pool = c.app.state.pool
+        (instance,) = pool.instances
+        body = {"prompt": prompt, "stream": True}
+        async with c.session.post(c.url + "/v1/completions", json=body) as response:
+            assert await response.content.readany() == ONE
+            assert pool.prefixes.num_known(instance, task.prefixes) == len(task.prefixes) > 0
 
 
-def test_a_stream_that_ends_well_makes_good_for_those_that_broke_before():
+async def test_a_stream_that_ends_well_makes_good_for_those_that_broke_before():
     answers = []
 
     async def behave(request, seen):
-        if answers.pop(0):
-            return await decoding(request, seen)
-        response = await open_stream(request)
-        await response.write(frame(chat_chunk("one")))
-        request.transport.close()
-        return response
+        return await (decoding if answers.pop(0) else breaking(ONE))(request, seen)
 
-    async def main():
-        async with cluster([], [decode_engine("d0", behave)]) as c:
-            almost = [False] * (INSTANCE_BREAKER.num_failures - 1)
-            expected = [*almost, True, *almost, True]
-            answers[:] = expected
-            replies = [await c.complete(STREAM) for _ in expected]
-            assert [b"[DONE]" in reply.raw for reply in replies] == expected
-
-    asyncio.run(main())
+    async with cluster([], [decode_engine("d0", behave)]) as c:
+        almost = [False] * (INSTANCE_BREAKER.num_failures - 1)
+        expected = [*almost, True, *almost, True]
+        answers[:] = expected
+        replies = [await c.complete(STREAM) for _ in expected]
+        assert [b"[DONE]" in reply.raw for reply in replies] == expected
 
 
 @pytest.mark.parametrize(
     ("piece", "status"),
     [
         (frame(ERROR), 500),
-        (frame(ERROR) + b"data: [DONE]\n\n", 500),
+        (BROKEN, 500),
         (frame({"error": {"message": "too long", "code": 400}}), 400),
         (frame({"error": {"message": "?", "code": "odd"}}), 500),
         (frame({"error": {"message": "?", "code": 200}}), 500),
         (frame(chat_chunk("error")), 0),
         (frame({"choices": [], "error": None}), 0),
         (b'data: {"error": ', 0),
-        (b"data: [DONE]\n\n", 0),
+        (DONE, 0),
         (b": ping\n\n", 0),
         (json.dumps(ERROR).encode(), 0),
         (b"", 0),

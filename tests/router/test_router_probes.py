@@ -10,8 +10,6 @@ from router_harness import cluster, decode_engine, prefill_engine
 from kvferry.router.fleet import probes
 from kvferry.router.fleet.instance_pool import InstancePool
 
-DEADLINE_S = 20
-
 
 def telling(engine, epoch, model):
     engine.ready_status = 200
@@ -19,40 +17,33 @@ def telling(engine, epoch, model):
     return engine
 
 
-def test_an_instance_that_comes_back_as_another_one_between_two_probes_is_asked_again(monkeypatch):
+async def test_an_instance_that_comes_back_as_another_one_between_two_probes_is_asked_again(monkeypatch):
     monkeypatch.setattr(probes, "ROUNDS_PER_INFO", 1 << 40)
-
-    async def main():
-        p, d = telling(prefill_engine(), "p-1", "tiny"), telling(decode_engine(), "d-1", "tiny")
-        async with cluster([p], [d], probe_interval_s=0.05) as c, asyncio.timeout(DEADLINE_S):
-            assert (await c.complete()).headers["x-kvferry-path"] == "disaggregated"
-            telling(p, "p-2", "another")
-            while not (await c.members())["incompatible_pairs"]:
-                continue
-            assert (await c.complete()).headers["x-kvferry-path"] == "decode-only"
-
-    asyncio.run(main())
+    p, d = telling(prefill_engine(), "p-1", "tiny"), telling(decode_engine(), "d-1", "tiny")
+    async with cluster([p], [d], probe_interval_s=0.05) as c:
+        assert (await c.complete()).headers["x-kvferry-path"] == "disaggregated"
+        telling(p, "p-2", "another")
+        while not (await c.members())["incompatible_pairs"]:
+            continue
+        assert (await c.complete()).headers["x-kvferry-path"] == "decode-only"
 
 
-def test_a_defect_in_a_round_of_probes_is_not_the_end_of_them(monkeypatch, caplog):
+async def test_a_defect_in_a_round_of_probes_is_not_the_end_of_them(monkeypatch, caplog):
     def fail(pool):
         raise ZeroDivisionError("the defect")
 
-    async def main():
-        p = prefill_engine()
-        async with cluster([p], [decode_engine()], probe_interval_s=0.05) as c, asyncio.timeout(DEADLINE_S):
-            with monkeypatch.context() as patch:
-                patch.setattr(InstancePool, "expire", fail)
-                while "the defect" not in caplog.text:
-                    await asyncio.sleep(0)
-            p.health_status = 500
-            await c.until_health_changes()
-
-    asyncio.run(main())
+    p = prefill_engine()
+    async with cluster([p], [decode_engine()], probe_interval_s=0.05) as c:
+        with monkeypatch.context() as patch:
+            patch.setattr(InstancePool, "expire", fail)
+            while "the defect" not in caplog.text:
+                await asyncio.sleep(0)
+        p.health_status = 500
+        await c.until_health_changes()
     assert "ended a round of probes" in caplog.text
 
 
-def test_however_often_traffic_doubts_an_instance_probes_have_a_pause(monkeypatch):
+async def test_however_often_traffic_doubts_an_instance_probes_have_a_pause(monkeypatch):
     monkeypatch.setattr(probes, "SHORTEST_PAUSE_S", 3600.0)
     rounds = []
 
@@ -60,26 +51,20 @@ def test_however_often_traffic_doubts_an_instance_probes_have_a_pause(monkeypatc
         async def probe_all(self):
             rounds.append(len(rounds))
 
-    async def main():
-        probe_requested = asyncio.Event()
-        probe_requested.set()
-        config = SimpleNamespace(probe_interval_s=3600.0)
-        task = asyncio.create_task(Counting(None, SimpleNamespace(probe_requested=probe_requested), config).run())
-        for _ in range(100):
-            await asyncio.sleep(0)
-        task.cancel()
-
-    asyncio.run(main())
+    probe_requested = asyncio.Event()
+    probe_requested.set()
+    config = SimpleNamespace(probe_interval_s=3600.0)
+    task = asyncio.create_task(Counting(None, SimpleNamespace(probe_requested=probe_requested), config).run())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    task.cancel()
     assert rounds == [0]
 
 
-def test_an_engine_that_says_at_length_that_it_has_no_such_path_is_healthy():
-    async def main():
-        engines = prefill_engine(), decode_engine()
-        for engine in engines:
-            engine.models_status, engine.models = 404, [{"id": "x" * (2 * probes.MAX_INFO_BYTES)}]
-        p, d = engines
-        async with cluster([p], [d], probe_interval_s=0.05) as c, asyncio.timeout(DEADLINE_S):
-            assert (await c.complete()).headers["x-kvferry-path"] == "disaggregated"
-
-    asyncio.run(main())
+async def test_an_engine_that_says_at_length_that_it_has_no_such_path_is_healthy():
+    engines = prefill_engine(), decode_engine()
+    for engine in engines:
+        engine.models_status, engine.models = 404, [{"id": "x" * (2 * probes.MAX_INFO_BYTES)}]
+    p, d = engines
+    async with cluster([p], [d], probe_interval_s=0.05) as c:
+        assert (await c.complete()).headers["x-kvferry-path"] == "disaggregated"

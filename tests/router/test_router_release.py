@@ -111,29 +111,23 @@ async def prefilled(request, seen):
     ("behave", "reason"),
     [(resetting, "decode_failed"), (failing(500, "x"), "decode_failed"), (failing(400, "x"), "decode_refused")],
 )
-def test_the_prefill_instance_is_told(behave, reason):
-    async def main():
-        async with cluster([prefill_engine("p0", prefilled)], [decode_engine("d0", behave)]) as c:
-            await c.complete()
-            assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
-            assert await c.metric(RELEASES % reason) == 1
-
-    asyncio.run(main())
+async def test_the_prefill_instance_is_told(behave, reason):
+    async with cluster([prefill_engine("p0", prefilled)], [decode_engine("d0", behave)]) as c:
+        await c.complete()
+        assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
+        assert await c.metric(RELEASES % reason) == 1
 
 
-def test_the_prefill_instance_is_told_when_the_client_leaves():
-    async def main():
-        async with cluster([prefill_engine("p0", prefilled)], [decode_engine("d0", hanging)]) as c:
-            asking = asyncio.create_task(c.complete())
-            await c.decode[0].arrived.wait()
-            asking.cancel()
-            assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
-            assert await c.metric(RELEASES % "client_left") == 1
-
-    asyncio.run(main())
+async def test_the_prefill_instance_is_told_when_the_client_leaves():
+    async with cluster([prefill_engine("p0", prefilled)], [decode_engine("d0", hanging)]) as c:
+        asking = asyncio.create_task(c.complete())
+        await c.decode[0].arrived.wait()
+        asking.cancel()
+        assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
+        assert await c.metric(RELEASES % "client_left") == 1
 
 
-def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_heard(monkeypatch):
+async def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_heard(monkeypatch):
     """Its blocks are kept already, for a decode request that will not be: the decode instance hears nothing of it."""
     monkeypatch.setattr("kvferry.router.flow.dispatcher.LAST_ANSWER_S", DEADLINE_S)
     left, wait_until_gone = asyncio.Event(), client._wait_until_gone
@@ -146,27 +140,21 @@ def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_heard(
         await left.wait()
         return await prefilled(request, seen)
 
-    async def main():
-        monkeypatch.setattr(client, "_wait_until_gone", noticed)
-        async with cluster([prefill_engine("p0", crossing)], [decode_engine()]) as c:
-            asking = asyncio.create_task(c.complete())
-            await c.prefill[0].arrived.wait()
-            asking.cancel()
-            assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
-            assert await c.metric(RELEASES % "client_left") == 1
-            assert c.decode[0].seen == []
-
-    asyncio.run(main())
+    monkeypatch.setattr(client, "_wait_until_gone", noticed)
+    async with cluster([prefill_engine("p0", crossing)], [decode_engine()]) as c:
+        asking = asyncio.create_task(c.complete())
+        await c.prefill[0].arrived.wait()
+        asking.cancel()
+        assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
+        assert await c.metric(RELEASES % "client_left") == 1
+        assert c.decode[0].seen == []
 
 
-def test_a_prefill_instance_that_is_gone_is_no_trouble():
-    async def main():
-        async with cluster([prefill_engine("p0", prefilled)], [decode_engine("d0", hanging)]) as c:
-            asking = asyncio.create_task(c.complete())
-            await c.decode[0].arrived.wait()
-            await c.prefill[0].stop()
-            asking.cancel()
-            await c.decode[0].left.wait()
-            assert await c.metric(RELEASES % "client_left") == 1
-
-    asyncio.run(main())
+async def test_a_prefill_instance_that_is_gone_is_no_trouble():
+    async with cluster([prefill_engine("p0", prefilled)], [decode_engine("d0", hanging)]) as c:
+        asking = asyncio.create_task(c.complete())
+        await c.decode[0].arrived.wait()
+        await c.prefill[0].stop()
+        asking.cancel()
+        await c.decode[0].left.wait()
+        assert await c.metric(RELEASES % "client_left") == 1

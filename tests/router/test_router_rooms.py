@@ -11,8 +11,11 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from router_harness import (
+    DONE,
+    ONE,
+    STREAM,
+    Engine,
     answer,
-    chat_chunk,
     cluster,
     decode_engine,
     failing,
@@ -20,7 +23,9 @@ from router_harness import (
     hanging,
     open_stream,
     prefill_engine,
+    record_limits,
     resetting,
+    streaming,
 )
 from sglang_stubs import NO_ROOM, USAGE, Rooms, sglang_decode, sglang_engine, sglang_prefill
 from test_router_flow import D0, D1, P0, P1, RAW, REQUEST, failed, fallback, pick, pick_alone, play, retry
@@ -48,7 +53,6 @@ from kvferry.router.fleet.instance import OpenRequests, Origin
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.fleet.rooms import room_between
 from kvferry.router.fleet.sglang_info import sglang_info
-from kvferry.router.flow import dispatcher
 from kvferry.router.flow.refusals import pair_failed
 from kvferry.router.flow.state_machine import Flow, State
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
@@ -70,7 +74,6 @@ from kvferry.router.telemetry.tracing import UpstreamTrace
 from kvferry.router.upstream.failures import MESSAGES
 from kvferry.router.upstream.http_client import HttpRequest
 
-DEADLINE_S = 20.0
 FIELDS, OTHER_FIELDS = (b'{"bootstrap_host":"p","bootstrap_port":1,"bootstrap_room":%d}' % number for number in (7, 8))
 ROOM, OTHER_ROOM = Room(FIELDS, FIELDS), Room(OTHER_FIELDS, OTHER_FIELDS)
 BEGUN = [Start(P0, room_prefill_body(REQUEST, FIELDS)), Send(D0, room_decode_body(REQUEST, FIELDS))]
@@ -372,386 +375,291 @@ def test_a_prompt_is_not_left_to_a_decode_instance_that_computes_none():
 # --- on sockets
 
 
-async def until(event: asyncio.Event) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        await event.wait()
-
-
-async def until_idle(c) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while any(one["in_flight_requests"] for one in (await c.members())["members"]):
-            await asyncio.sleep(0)
-
-
-def rooms_of(engine) -> list[int]:
+def rooms_of(engine: Engine) -> list[int]:
+    """Of a server of SGLang."""
     return [seen.body["bootstrap_room"] for seen in engine.seen]
 
 
-def test_a_request_is_served_by_two_servers_that_meet():
-    async def main():
-        rooms = Rooms()
-        p, d = sglang_prefill(rooms, port=8765), sglang_decode(rooms)
-        async with cluster([p], [d]) as c:
-            reply = await c.complete({"model": "tiny", "prompt": "hello", "max_tokens": 9, "rid": "still-known"})
-            assert (reply.status, json.loads(reply.raw)["choices"][0]["text"]) == (200, "one two")
-            assert reply.headers["x-kvferry-path"] == "disaggregated"
-            await until_idle(c)
-            ((asked,), (served,)) = p.seen, d.seen
-            assert (asked.body["bootstrap_host"], asked.body["bootstrap_port"]) == ("127.0.0.1", 8765)
-            assert 0 < asked.body["bootstrap_room"] <= MAX_ROOM
-            assert asked.body == {**served.body, "stream": False}
-            assert served.body["rid"] is None
-            assert {one["handover"] for one in (await c.members())["members"]} == {"room"}
-            assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
-            assert await c.metric("kvferry_router_early_decodes_total") == 0
-
-    asyncio.run(main())
+async def test_a_request_is_served_by_two_servers_that_meet():
+    rooms = Rooms()
+    p, d = sglang_prefill(rooms, port=8765), sglang_decode(rooms)
+    async with cluster([p], [d]) as c:
+        reply = await c.complete({"model": "tiny", "prompt": "hello", "max_tokens": 9, "rid": "still-known"})
+        assert (reply.status, json.loads(reply.raw)["choices"][0]["text"]) == (200, "one two")
+        assert reply.headers["x-kvferry-path"] == "disaggregated"
+        await c.until_idle()
+        ((asked,), (served,)) = p.seen, d.seen
+        assert (asked.body["bootstrap_host"], asked.body["bootstrap_port"]) == ("127.0.0.1", 8765)
+        assert 0 < asked.body["bootstrap_room"] <= MAX_ROOM
+        assert asked.body == {**served.body, "stream": False}
+        assert served.body["rid"] is None
+        assert {one["handover"] for one in (await c.members())["members"]} == {"room"}
+        assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
+        assert await c.metric("kvferry_router_early_decodes_total") == 0
 
 
-def test_a_stream_passes_and_says_what_prefill_had_cached():
-    async def main():
-        rooms = Rooms()
+async def test_a_stream_passes_and_says_what_prefill_had_cached():
+    rooms = Rooms()
 
-        async def behave(request, seen):
-            await rooms.of(seen).computed.wait()
-            rooms.of(seen).read.set()
-            response = await open_stream(request)
-            usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
-            await response.write(frame(chat_chunk("one")) + frame({"choices": [], "usage": usage}))
-            await response.write(b"data: [DONE]\n\n")
-            return response
+    async def behave(request, seen):
+        await rooms.of(seen).computed.wait()
+        rooms.of(seen).read.set()
+        usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
+        return await streaming(ONE + frame({"choices": [], "usage": usage}), DONE)(request, seen)
 
-        async with cluster([sglang_prefill(rooms)], [sglang_decode(rooms, behave)]) as c:
-            events = (await c.complete({"prompt": "a", "stream": True})).raw.split(b"\n\n")
-            usage = json.loads(events[1].removeprefix(b"data: "))["usage"]
-            assert usage["prompt_tokens_details"] == USAGE["prompt_tokens_details"]
-            assert events[2] == b"data: [DONE]"
-
-    asyncio.run(main())
+    async with cluster([sglang_prefill(rooms)], [sglang_decode(rooms, behave)]) as c:
+        events = (await c.complete(STREAM)).raw.split(b"\n\n")
+        usage = json.loads(events[1].removeprefix(b"data: "))["usage"]
+        assert usage["prompt_tokens_details"] == USAGE["prompt_tokens_details"]
+        assert events[2] == b"data: [DONE]"
 
 
-def test_what_prefill_had_cached_is_what_the_last_one_had():
-    async def main():
-        rooms = Rooms()
-        usage = {"prompt_tokens": 9, "completion_tokens": 2}
+async def test_what_prefill_had_cached_is_what_the_last_one_had():
+    rooms = Rooms()
+    usage = {"prompt_tokens": 9, "completion_tokens": 2}
 
-        async def prefilling(request, seen):
-            if len(p.seen) > 1:
-                return await rooms.prefilling()(request, seen)
-            return web.json_response(answer("one", usage={**USAGE, "prompt_tokens_details": {"cached_tokens": 7}}))
+    async def prefilling(request, seen):
+        if len(p.seen) > 1:
+            return await rooms.prefilling()(request, seen)
+        return web.json_response(answer("one", usage={**USAGE, "prompt_tokens_details": {"cached_tokens": 7}}))
 
-        async def decoding(request, seen):
-            if len(d.seen) == 1:
-                async with asyncio.timeout(DEADLINE_S):
-                    while (await c.members())["members"][0]["in_flight_requests"]:
-                        await asyncio.sleep(0)
-                return await failing(500, "Decode transfer failed")(request, seen)
-            await rooms.of(seen).computed.wait()
-            response = await open_stream(request)
-            await response.write(frame(chat_chunk("one")))
-            rooms.of(seen).read.set()
-            await response.write(frame({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
-            return response
+    async def decoding(request, seen):
+        if len(d.seen) == 1:
+            while (await c.members())["members"][0]["in_flight_requests"]:
+                await asyncio.sleep(0)
+            return await failing(500, "Decode transfer failed")(request, seen)
+        await rooms.of(seen).computed.wait()
+        response = await open_stream(request)
+        await response.write(ONE)
+        rooms.of(seen).read.set()
+        await response.write(frame({"choices": [], "usage": usage}) + DONE)
+        return response
 
-        p, d = sglang_prefill(rooms, prefilling), sglang_decode(rooms, decoding)
-        async with cluster([p], [d]) as c:
-            events = (await c.complete({"prompt": "a", "stream": True})).raw.split(b"\n\n")
-            told = json.loads(events[1].removeprefix(b"data: "))["usage"]
-            assert told["prompt_tokens_details"] == USAGE["prompt_tokens_details"]
-
-    asyncio.run(main())
+    p, d = sglang_prefill(rooms, prefilling), sglang_decode(rooms, decoding)
+    async with cluster([p], [d]) as c:
+        events = (await c.complete(STREAM)).raw.split(b"\n\n")
+        told = json.loads(events[1].removeprefix(b"data: "))["usage"]
+        assert told["prompt_tokens_details"] == USAGE["prompt_tokens_details"]
 
 
-def test_an_answer_that_comes_before_the_end_of_its_prefill_tells_nothing_of_the_handover():
-    async def main():
-        rooms = Rooms()
+async def test_an_answer_that_comes_before_the_end_of_its_prefill_tells_nothing_of_the_handover():
+    rooms = Rooms()
 
-        async def behave(request, seen):
-            rooms.of(seen).computed.set()
-            return await hanging(request, seen)
+    async def behave(request, seen):
+        rooms.of(seen).computed.set()
+        return await hanging(request, seen)
 
-        async with cluster([sglang_prefill(rooms, behave)], [sglang_decode(rooms)]) as c:
-            assert (await c.complete({"prompt": "a", "stream": True})).status == 200
-            assert c.app.state.pool.handover.value == 0
-
-    asyncio.run(main())
+    async with cluster([sglang_prefill(rooms, behave)], [sglang_decode(rooms)]) as c:
+        assert (await c.complete(STREAM)).status == 200
+        assert c.app.state.pool.handover.value == 0
 
 
-def test_every_request_has_a_room_of_its_own():
-    async def main():
-        rooms = Rooms()
-        ps, ds = [sglang_prefill(rooms, port=8000 + i) for i in range(2)], [sglang_decode(rooms) for _ in range(2)]
-        async with cluster(ps, ds) as c:
-            replies = await asyncio.gather(*(c.complete() for _ in range(16)))
-            assert [reply.status for reply in replies] == [200] * 16
-            assert len({room for p in ps for room in rooms_of(p)}) == 16
-            assert len(rooms.meetings) == 16
-
-    asyncio.run(main())
+async def test_every_request_has_a_room_of_its_own():
+    rooms = Rooms()
+    ps, ds = [sglang_prefill(rooms, port=8000 + i) for i in range(2)], [sglang_decode(rooms) for _ in range(2)]
+    async with cluster(ps, ds) as c:
+        replies = await asyncio.gather(*(c.complete() for _ in range(16)))
+        assert [reply.status for reply in replies] == [200] * 16
+        assert len({room for p in ps for room in rooms_of(p)}) == 16
+        assert len(rooms.meetings) == 16
 
 
 @pytest.mark.parametrize("name", ["bootstrap_host", "bootstrap_port", "bootstrap_room"])
-def test_a_room_that_a_client_names_is_refused(name):
-    async def main():
-        rooms = Rooms()
-        async with cluster([p := sglang_prefill(rooms)], [sglang_decode(rooms)]) as c:
-            reply = await c.complete({"prompt": "a", name: 1})
-            assert (reply.status, reply.error["param"]) == (400, name)
-            headers = {f"x-override-{name.replace('_', '-')}": "1"}
-            assert (await c.complete(headers=headers)).status == 200
-            assert not headers.keys() & {header.lower() for header in p.seen[0].headers}
-
-    asyncio.run(main())
+async def test_a_room_that_a_client_names_is_refused(name):
+    rooms = Rooms()
+    async with cluster([p := sglang_prefill(rooms)], [sglang_decode(rooms)]) as c:
+        reply = await c.complete({"prompt": "a", name: 1})
+        assert (reply.status, reply.error["param"]) == (400, name)
+        headers = {f"x-override-{name.replace('_', '-')}": "1"}
+        assert (await c.complete(headers=headers)).status == 200
+        assert not headers.keys() & {header.lower() for header in p.seen[0].headers}
 
 
-def test_each_of_two_that_meet_has_the_time_of_both(monkeypatch):
+async def test_each_of_two_that_meet_has_the_time_of_both(monkeypatch):
     """A prefill answers when its cache has been read: a decode that waits for pages takes as long as it may."""
-    given = []
-
-    class Recording(UpstreamRequest):
-        def __init__(self, services, reservation, trace, outgoing, timeouts):
-            given.append(timeouts.limit_s)
-            super().__init__(services, reservation, trace, outgoing, timeouts)
-
-    monkeypatch.setattr(dispatcher, "UpstreamRequest", Recording)
-
-    async def main():
-        rooms = Rooms()
-        limits = {"prefill_timeout_s": 20.0, "decode_timeout_s": 7.0}
-        async with cluster([sglang_prefill(rooms)], [sglang_decode(rooms)], **limits) as c:
-            assert (await c.complete()).status == 200
-
-    asyncio.run(main())
+    given = record_limits(monkeypatch)
+    rooms = Rooms()
+    limits = {"prefill_timeout_s": 20.0, "decode_timeout_s": 7.0}
+    async with cluster([sglang_prefill(rooms)], [sglang_decode(rooms)], **limits) as c:
+        assert (await c.complete()).status == 200
     assert given == [27.0, 27.0]
 
 
 @pytest.mark.parametrize("waiting", ["prefill", "decode"])
-def test_a_client_that_leaves_ends_both(waiting):
-    async def main():
-        rooms = Rooms()
-        p, d = sglang_prefill(rooms), sglang_decode(rooms)
-        if waiting == "prefill":
-            p.behave = hanging
-        else:
-            d.behave = hanging
-        async with cluster([p], [d]) as c:
-            asking = asyncio.create_task(c.complete())
-            await asyncio.gather(until(p.arrived), until(d.arrived))
-            asking.cancel()
-            await asyncio.gather(until(p.left), until(d.left))
-            await until_idle(c)
-
-    asyncio.run(main())
+async def test_a_client_that_leaves_ends_both(waiting):
+    rooms = Rooms()
+    p, d = sglang_prefill(rooms), sglang_decode(rooms)
+    if waiting == "prefill":
+        p.behave = hanging
+    else:
+        d.behave = hanging
+    async with cluster([p], [d]) as c:
+        asking = asyncio.create_task(c.complete())
+        await asyncio.gather(p.arrived.wait(), d.arrived.wait())
+        asking.cancel()
+        await asyncio.gather(p.left.wait(), d.left.wait())
+        await c.until_idle()
 
 
-def test_the_time_of_a_request_ends_both():
-    async def main():
-        rooms = Rooms()
-        p, d = sglang_prefill(rooms), sglang_decode(rooms, hanging)
-        async with cluster([p], [d]) as c:
-            reply = await c.complete(headers={"x-kvferry-timeout": "0.3"})
-            assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
-            await asyncio.gather(until(p.left), until(d.left))
-            assert all(one["breaker"] == "closed" for one in (await c.members())["members"])
-
-    asyncio.run(main())
+async def test_the_time_of_a_request_ends_both():
+    rooms = Rooms()
+    p, d = sglang_prefill(rooms), sglang_decode(rooms, hanging)
+    async with cluster([p], [d]) as c:
+        reply = await c.complete(headers={"x-kvferry-timeout": "0.3"})
+        assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+        await asyncio.gather(p.left.wait(), d.left.wait())
+        assert all(one["breaker"] == "closed" for one in (await c.members())["members"])
 
 
 @pytest.mark.parametrize(("behave", "reason"), [(failing(500, "x"), "status_500"), (resetting, "reset")])
-def test_a_prefill_that_fails_is_replaced_at_once(behave, reason):
+async def test_a_prefill_that_fails_is_replaced_at_once(behave, reason):
     """Decode would wait for its cache for as long as its own limits are."""
-
-    async def main():
-        rooms = Rooms()
-        bad, good, d = sglang_prefill(rooms, behave), sglang_prefill(rooms, port=9000), sglang_decode(rooms)
-        async with cluster([bad, good], [d]) as c:
-            assert (await c.complete()).status == 200
-            assert len(set(rooms_of(d))) == len(d.seen) == 2
-            assert (len(bad.seen), len(good.seen)) == (1, 1)
-            assert await c.metric(f'kvferry_router_upstream_errors_total{{reason="{reason}",role="prefill"}}') == 1
-            assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
-            await until_idle(c)
-
-    asyncio.run(main())
+    rooms = Rooms()
+    bad, good, d = sglang_prefill(rooms, behave), sglang_prefill(rooms, port=9000), sglang_decode(rooms)
+    async with cluster([bad, good], [d]) as c:
+        assert (await c.complete()).status == 200
+        assert len(set(rooms_of(d))) == len(d.seen) == 2
+        assert (len(bad.seen), len(good.seen)) == (1, 1)
+        assert await c.metric(f'kvferry_router_upstream_errors_total{{reason="{reason}",role="prefill"}}') == 1
+        assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
+        await c.until_idle()
 
 
-def test_an_error_of_prefill_is_held_against_the_pair():
+async def test_an_error_of_prefill_is_held_against_the_pair():
     """It may be decode's fault that its cache was not read."""
-
-    async def main():
-        rooms = Rooms()
-        bad, good = sglang_prefill(rooms, failing(500, "x")), sglang_prefill(rooms, port=9000)
-        d = sglang_decode(rooms)
-        async with cluster([bad, good], [d]) as c:
-            while len(bad.seen) < PAIR_BREAKER.num_failures:
-                assert (await c.complete()).status == 200
-            members = await c.members()
-            assert members["broken_pairs"] == [{"prefill": bad.url, "decode": d.url, "breaker": "open"}]
-            assert {one["breaker"] for one in members["members"]} == {"closed"}
-
-    asyncio.run(main())
-
-
-def test_a_request_that_is_left_before_it_has_begun_is_not_sent():
-    async def main():
-        closed = UpstreamRequest(
-            SimpleNamespace(pool=SimpleNamespace(open_requests=OpenRequests())),
-            SimpleNamespace(instance=P0),
-            UpstreamTrace(),
-            HttpRequest("POST", P0.url, "/v1/completions", [], b"{}"),
-            Timeouts(1.0, math.inf),
-        )
-        closed.close()
-        assert await closed.run() == Failed(NOT_WANTED, MESSAGES[NOT_WANTED])
-
-    asyncio.run(main())
-
-
-def test_a_decode_that_fails_is_replaced_in_another_room_and_its_prefill_ended():
-    async def main():
-        rooms = Rooms()
-        p, bad, good = sglang_prefill(rooms), sglang_decode(rooms, resetting), sglang_decode(rooms)
-        async with cluster([p], [bad, good]) as c:
+    rooms = Rooms()
+    bad, good = sglang_prefill(rooms, failing(500, "x")), sglang_prefill(rooms, port=9000)
+    d = sglang_decode(rooms)
+    async with cluster([bad, good], [d]) as c:
+        while len(bad.seen) < PAIR_BREAKER.num_failures:
             assert (await c.complete()).status == 200
-            await until(p.left)
-            assert len(set(rooms_of(p))) == len(p.seen) == 2
-
-    asyncio.run(main())
-
-
-def test_one_pair_that_fails_once_serves_the_second_try():
-    async def main():
-        rooms = Rooms()
-        whole = rooms.decoding()
-
-        async def behave(request, seen):
-            return await (failing(500, "Decode transfer failed") if len(d.seen) == 1 else whole)(request, seen)
-
-        d = sglang_decode(rooms, behave)
-        async with cluster([p := sglang_prefill(rooms)], [d]) as c:
-            assert (await c.complete()).status == 200
-            assert len(set(rooms_of(p))) == 2
-
-    asyncio.run(main())
+        members = await c.members()
+        assert members["broken_pairs"] == [{"prefill": bad.url, "decode": d.url, "breaker": "open"}]
+        assert {one["breaker"] for one in members["members"]} == {"closed"}
 
 
-def test_one_pair_that_keeps_failing_is_told_without_the_engines_words():
-    async def main():
-        rooms = Rooms()
-        d = sglang_decode(rooms, failing(500, "nobody at tcp://10.0.0.5:8998 has said who it is"))
-        async with cluster([sglang_prefill(rooms)], [d]) as c:
-            reply = await c.complete()
-            assert (reply.status, reply.error["code"], reply.error["reason"]) == (500, "pair_failed", "status_500")
-            assert b"10.0.0.5" not in reply.raw
-            assert len(d.seen) == 2
+async def test_a_request_that_is_left_before_it_has_begun_is_not_sent():
+    closed = UpstreamRequest(
+        SimpleNamespace(pool=SimpleNamespace(open_requests=OpenRequests())),
+        SimpleNamespace(instance=P0),
+        UpstreamTrace(),
+        HttpRequest("POST", P0.url, "/v1/completions", [], b"{}"),
+        Timeouts(1.0, math.inf),
+    )
+    closed.close()
+    assert await closed.run() == Failed(NOT_WANTED, MESSAGES[NOT_WANTED])
 
-    asyncio.run(main())
+
+async def test_a_decode_that_fails_is_replaced_in_another_room_and_its_prefill_ended():
+    rooms = Rooms()
+    p, bad, good = sglang_prefill(rooms), sglang_decode(rooms, resetting), sglang_decode(rooms)
+    async with cluster([p], [bad, good]) as c:
+        assert (await c.complete()).status == 200
+        await p.left.wait()
+        assert len(set(rooms_of(p))) == len(p.seen) == 2
 
 
-def test_a_prefill_that_refuses_is_heard():
+async def test_one_pair_that_fails_once_serves_the_second_try():
+    rooms = Rooms()
+    whole = rooms.decoding()
+
+    async def behave(request, seen):
+        return await (failing(500, "Decode transfer failed") if len(d.seen) == 1 else whole)(request, seen)
+
+    d = sglang_decode(rooms, behave)
+    async with cluster([p := sglang_prefill(rooms)], [d]) as c:
+        assert (await c.complete()).status == 200
+        assert len(set(rooms_of(p))) == 2
+
+
+async def test_one_pair_that_keeps_failing_is_told_without_the_engines_words():
+    rooms = Rooms()
+    d = sglang_decode(rooms, failing(500, "nobody at tcp://10.0.0.5:8998 has said who it is"))
+    async with cluster([sglang_prefill(rooms)], [d]) as c:
+        reply = await c.complete()
+        assert (reply.status, reply.error["code"], reply.error["reason"]) == (500, "pair_failed", "status_500")
+        assert b"10.0.0.5" not in reply.raw
+        assert len(d.seen) == 2
+
+
+async def test_a_prefill_that_refuses_is_heard():
     """Decode has its cache from nobody, and would wait."""
-
-    async def main():
-        rooms = Rooms()
-        d = sglang_decode(rooms)
-        async with cluster([sglang_prefill(rooms, failing(400, "the prompt is too long"))], [d]) as c:
-            reply = await c.complete()
-            assert (reply.status, reply.error["message"]) == (400, "the prompt is too long")
-            await until(d.left)
-            assert len(d.seen) == 1
-
-    asyncio.run(main())
+    rooms = Rooms()
+    d = sglang_decode(rooms)
+    async with cluster([sglang_prefill(rooms, failing(400, "the prompt is too long"))], [d]) as c:
+        reply = await c.complete()
+        assert (reply.status, reply.error["message"]) == (400, "the prompt is too long")
+        await d.left.wait()
+        assert len(d.seen) == 1
 
 
 @pytest.mark.parametrize("body", [{"prompt": "a"}, {"prompt": "a", "n": 2}])
-def test_without_prefill_an_engine_that_computes_is_found_among_others(body):
-    async def main():
-        rooms = Rooms()
-        d, whole = sglang_decode(rooms), decode_engine()
-        async with cluster([], [d, whole]) as c:
-            replies = [await c.complete(body) for _ in range(4)]
-            assert [reply.status for reply in replies] == [200] * 4
-            assert {reply.headers["x-kvferry-path"] for reply in replies} == {"decode-only"}
-            assert (len(d.seen), len(whole.seen)) == (0, 4)
-
-    asyncio.run(main())
+async def test_without_prefill_an_engine_that_computes_is_found_among_others(body):
+    rooms = Rooms()
+    d, whole = sglang_decode(rooms), decode_engine()
+    async with cluster([], [d, whole]) as c:
+        replies = [await c.complete(body) for _ in range(4)]
+        assert [reply.status for reply in replies] == [200] * 4
+        assert {reply.headers["x-kvferry-path"] for reply in replies} == {"decode-only"}
+        assert (len(d.seen), len(whole.seen)) == (0, 4)
 
 
-def test_without_prefill_and_without_an_engine_that_computes_nothing_is_sent():
-    async def main():
-        d = sglang_decode(Rooms())
-        async with cluster([], [d]) as c:
-            reply = await c.complete()
-            assert (reply.status, reply.error["code"]) == (503, "prefill_unavailable")
-            assert reply.error["reason"] == "no_prefill_instance"
-            reply = await c.complete({"prompt": "a", "n": 2})
-            assert (reply.status, reply.error["code"]) == (400, "cannot_be_divided")
-            assert d.seen == []
-            async with c.session.get(c.url + "/ready") as response:
-                assert response.status == 503
-
-    asyncio.run(main())
+async def test_without_prefill_and_without_an_engine_that_computes_nothing_is_sent():
+    d = sglang_decode(Rooms())
+    async with cluster([], [d]) as c:
+        reply = await c.complete()
+        assert (reply.status, reply.error["code"]) == (503, "prefill_unavailable")
+        assert reply.error["reason"] == "no_prefill_instance"
+        reply = await c.complete({"prompt": "a", "n": 2})
+        assert (reply.status, reply.error["code"]) == (400, "cannot_be_divided")
+        assert d.seen == []
+        async with c.session.get(c.url + "/ready") as response:
+            assert response.status == 503
 
 
-def test_a_router_whose_only_decode_computes_nothing_is_ready_with_its_prefill():
-    async def main():
-        rooms = Rooms()
-        async with (
-            cluster([sglang_prefill(rooms)], [sglang_decode(rooms)]) as c,
-            c.session.get(c.url + "/ready") as response,
-        ):
-            assert (response.status, (await response.json())["path"]) == (200, "disaggregated")
-
-    asyncio.run(main())
+async def test_a_router_whose_only_decode_computes_nothing_is_ready_with_its_prefill():
+    rooms = Rooms()
+    async with (
+        cluster([sglang_prefill(rooms)], [sglang_decode(rooms)]) as c,
+        c.session.get(c.url + "/ready") as response,
+    ):
+        assert (response.status, (await response.json())["path"]) == (200, "disaggregated")
 
 
-def test_servers_that_do_not_have_a_model_say_so_themselves():
+async def test_servers_that_do_not_have_a_model_say_so_themselves():
     """SGLang's take any name for their model's."""
-
-    async def main():
-        rooms = Rooms()
-        async with cluster([p := sglang_prefill(rooms)], [sglang_decode(rooms)]) as c:
-            assert (await c.complete({"prompt": "a", "model": "other"})).status == 200
-            assert p.seen[0].body["model"] == "other"
-
-    asyncio.run(main())
+    rooms = Rooms()
+    async with cluster([p := sglang_prefill(rooms)], [sglang_decode(rooms)]) as c:
+        assert (await c.complete({"prompt": "a", "model": "other"})).status == 200
+        assert p.seen[0].body["model"] == "other"
 
 
-def test_servers_of_two_ways_serve_beside_one_another_and_never_meet():
-    async def main():
-        rooms = Rooms()
-        p, d, other_p, other_d = sglang_prefill(rooms), sglang_decode(rooms), prefill_engine(), decode_engine()
-        async with cluster([p, other_p], [d, other_d]) as c:
-            assert [(await c.complete()).status for _ in range(8)] == [200] * 8
-            assert len(p.seen) == len(d.seen) == len(other_p.seen) == len(other_d.seen) == 4
-            assert all("kv_transfer_params" not in seen.body for seen in (*p.seen, *d.seen))
-            assert all("bootstrap_room" not in seen.body for seen in (*other_p.seen, *other_d.seen))
-            assert len((await c.members())["incompatible_pairs"]) == 2
-
-    asyncio.run(main())
+async def test_servers_of_two_ways_serve_beside_one_another_and_never_meet():
+    rooms = Rooms()
+    p, d, other_p, other_d = sglang_prefill(rooms), sglang_decode(rooms), prefill_engine(), decode_engine()
+    async with cluster([p, other_p], [d, other_d]) as c:
+        assert [(await c.complete()).status for _ in range(8)] == [200] * 8
+        assert len(p.seen) == len(d.seen) == len(other_p.seen) == len(other_d.seen) == 4
+        assert all("kv_transfer_params" not in seen.body for seen in (*p.seen, *d.seen))
+        assert all("bootstrap_room" not in seen.body for seen in (*other_p.seen, *other_d.seen))
+        assert len((await c.members())["incompatible_pairs"]) == 2
 
 
-def test_a_whole_server_of_sglang_serves_alone():
-    async def main():
-        async def behave(request, seen):
-            assert "bootstrap_room" not in seen.body
-            return web.json_response(answer("one two"))
+async def test_a_whole_server_of_sglang_serves_alone():
+    async def behave(request, seen):
+        assert "bootstrap_room" not in seen.body
+        return web.json_response(answer("one two"))
 
-        rooms = Rooms()
-        async with cluster([sglang_prefill(rooms)], [sglang_engine("null", behave)]) as c:
-            assert (await c.complete()).headers["x-kvferry-path"] == "decode-only"
-
-    asyncio.run(main())
+    rooms = Rooms()
+    async with cluster([sglang_prefill(rooms)], [sglang_engine("null", behave)]) as c:
+        assert (await c.complete()).headers["x-kvferry-path"] == "decode-only"
 
 
-def test_a_stub_without_a_room_refuses_as_sglang_does():
-    async def main():
-        rooms = Rooms()
-        p = sglang_prefill(rooms)
-        async with (
-            cluster([p], [sglang_decode(rooms)]) as c,
-            c.session.post(p.url + "/v1/completions", json={"prompt": "a"}) as response,
-        ):
-            assert (response.status, (await response.json())["error"]["message"]) == (400, NO_ROOM)
-
-    asyncio.run(main())
+async def test_a_stub_without_a_room_refuses_as_sglang_does():
+    rooms = Rooms()
+    p = sglang_prefill(rooms)
+    async with (
+        cluster([p], [sglang_decode(rooms)]) as c,
+        c.session.post(p.url + "/v1/completions", json={"prompt": "a"}) as response,
+    ):
+        assert (response.status, (await response.json())["error"]["message"]) == (400, NO_ROOM)

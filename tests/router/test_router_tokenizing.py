@@ -44,96 +44,74 @@ async def ask(c: Cluster, path: str = TOKENIZE, body: object = None, **options) 
         return Reply(response.status, response.headers, await response.read())
 
 
-def run(main) -> None:
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("path", [TOKENIZE, "/detokenize"])
-def test_a_decode_instance_answers_and_its_answer_is_passed_on(path):
-    async def main():
-        p, d = prefill_engine(behave=tokenizing), decode_engine(behave=tokenizing)
-        async with cluster([p], [d]) as c:
-            response = await ask(c, path + "?a=b", headers={"x-request-id": "me", "authorization": "Bearer key"})
-            assert (response.status, response.raw) == (200, ANSWER)
-            assert (response.headers["x-engine"], response.headers["x-request-id"]) == ("yes", "me")
-            (seen,) = d.seen
-            headers = {name.lower(): value for name, value in seen.headers.items()}
-            assert (seen.path, seen.body, p.seen) == (path + "?a=b", BODY, [])
-            assert (headers["x-request-id"], headers["authorization"]) == ("me", "Bearer key")
-            line = f'kvferry_router_requests_total{{endpoint="{path}",path="none",status="200"}}'
-            assert await c.metric(line) == 1
-
-    run(main)
+async def test_a_decode_instance_answers_and_its_answer_is_passed_on(path):
+    p, d = prefill_engine(behave=tokenizing), decode_engine(behave=tokenizing)
+    async with cluster([p], [d]) as c:
+        response = await ask(c, path + "?a=b", headers={"x-request-id": "me", "authorization": "Bearer key"})
+        assert (response.status, response.raw) == (200, ANSWER)
+        assert (response.headers["x-engine"], response.headers["x-request-id"]) == ("yes", "me")
+        (seen,) = d.seen
+        headers = {name.lower(): value for name, value in seen.headers.items()}
+        assert (seen.path, seen.body, p.seen) == (path + "?a=b", BODY, [])
+        assert (headers["x-request-id"], headers["authorization"]) == ("me", "Bearer key")
+        line = f'kvferry_router_requests_total{{endpoint="{path}",path="none",status="200"}}'
+        assert await c.metric(line) == 1
 
 
 @pytest.mark.parametrize("status", [400, 404, 500])
-def test_an_error_of_the_engine_is_its_answer(status):
-    async def main():
-        d0, d1 = decode_engine("d0", failing(status, "words of the engine")), decode_engine("d1", tokenizing)
-        async with cluster([], [d0, d1]) as c:
-            response = await ask(c)
-            assert (response.status, response.error["message"]) == (status, "words of the engine")
-            assert (response.headers["retry-after"], d1.seen) == ("3", [])
-
-    run(main)
+async def test_an_error_of_the_engine_is_its_answer(status):
+    d0, d1 = decode_engine("d0", failing(status, "words of the engine")), decode_engine("d1", tokenizing)
+    async with cluster([], [d0, d1]) as c:
+        response = await ask(c)
+        assert (response.status, response.error["message"]) == (status, "words of the engine")
+        assert (response.headers["retry-after"], d1.seen) == ("3", [])
 
 
-def test_an_instance_that_serves_the_model_is_asked_whatever_its_role():
-    async def main():
-        p, d = prefill_engine(behave=tokenizing), decode_engine(behave=failing(404, "no such model"))
-        p.info, d.info = serving("tiny"), serving("other")
-        p.ready_status = d.ready_status = 200
-        async with cluster([p], [d]) as c:
-            assert (await ask(c)).raw == ANSWER
-            # Nobody has this one: an engine says so.
-            assert (await ask(c, body=BODY | {"model": "third"})).status == 404
-
-    run(main)
+async def test_an_instance_that_serves_the_model_is_asked_whatever_its_role():
+    p, d = prefill_engine(behave=tokenizing), decode_engine(behave=failing(404, "no such model"))
+    p.info, d.info = serving("tiny"), serving("other")
+    p.ready_status = d.ready_status = 200
+    async with cluster([p], [d]) as c:
+        assert (await ask(c)).raw == ANSWER
+        # Nobody has this one: an engine says so.
+        assert (await ask(c, body=BODY | {"model": "third"})).status == 404
 
 
-def test_what_is_no_request_is_for_an_engine_to_refuse():
-    async def main():
-        d = decode_engine(behave=failing(400, "words of the engine"))
-        async with cluster([], [d]) as c:
-            for data in (b"{", b"[1]", b'{"model": 7}', b"\xff", b"[" * 100_000):
-                async with c.session.post(c.url + TOKENIZE, data=data) as response:
-                    assert response.status == 400
-                assert d.seen.pop().raw == data
-
-    run(main)
+async def test_what_is_no_request_is_for_an_engine_to_refuse():
+    d = decode_engine(behave=failing(400, "words of the engine"))
+    async with cluster([], [d]) as c:
+        for data in (b"{", b"[1]", b'{"model": 7}', b"\xff", b"[" * 100_000):
+            async with c.session.post(c.url + TOKENIZE, data=data) as response:
+                assert response.status == 400
+            assert d.seen.pop().raw == data
 
 
 @pytest.mark.parametrize("behave", [None, resetting], ids=["refused", "reset"])
-def test_another_instance_is_asked_when_one_cannot_be_reached(behave: Behaviour | None):
-    async def main():
-        d0, d1 = decode_engine("d0", behave or tokenizing), decode_engine("d1", tokenizing)
-        async with cluster([], [d0, d1]) as c:
-            if behave is None:
-                await d0.stop()
-            assert (await ask(c)).raw == ANSWER
-            reason = "refused" if behave is None else "reset"
-            for name in ("upstream_errors", "retries"):
-                assert await c.metric(f'kvferry_router_{name}_total{{reason="{reason}",role="decode"}}') == 1
-            if behave is None:
-                assert [i.url for i in c.app.state.pool.healthy(Role.DECODE)] == [d1.url]
-
-    run(main)
+async def test_another_instance_is_asked_when_one_cannot_be_reached(behave: Behaviour | None):
+    d0, d1 = decode_engine("d0", behave or tokenizing), decode_engine("d1", tokenizing)
+    async with cluster([], [d0, d1]) as c:
+        if behave is None:
+            await d0.stop()
+        assert (await ask(c)).raw == ANSWER
+        reason = "refused" if behave is None else "reset"
+        for name in ("upstream_errors", "retries"):
+            assert await c.metric(f'kvferry_router_{name}_total{{reason="{reason}",role="decode"}}') == 1
+        if behave is None:
+            assert [i.url for i in c.app.state.pool.healthy(Role.DECODE)] == [d1.url]
 
 
-def test_no_instance_that_answers_is_a_502_and_no_healthy_one_a_503():
-    async def main():
-        p, d = prefill_engine(), decode_engine()
-        async with cluster([p], [d]) as c:
-            await p.stop()
-            await d.stop()
-            for status, code in ((502, "upstream_unavailable"), (503, "no_instance")):
-                response = await ask(c)
-                assert (response.status, response.error["code"]) == (status, code)
-                assert d.url.removeprefix("http://") not in response.raw.decode()
-        async with cluster([], [], registration=Registration(is_open=True)) as c:
-            assert (await ask(c)).status == 503
-
-    run(main)
+async def test_no_instance_that_answers_is_a_502_and_no_healthy_one_a_503():
+    p, d = prefill_engine(), decode_engine()
+    async with cluster([p], [d]) as c:
+        await p.stop()
+        await d.stop()
+        for status, code in ((502, "upstream_unavailable"), (503, "no_instance")):
+            response = await ask(c)
+            assert (response.status, response.error["code"]) == (status, code)
+            assert d.url.removeprefix("http://") not in response.raw.decode()
+    async with cluster([], [], registration=Registration(is_open=True)) as c:
+        assert (await ask(c)).status == 503
 
 
 @pytest.mark.parametrize(
@@ -143,44 +121,35 @@ def test_no_instance_that_answers_is_a_502_and_no_healthy_one_a_503():
         ({}, {"x-kvferry-timeout": "0.05"}, "deadline_exceeded"),
     ],
 )
-def test_time_is_limited(limits, headers, code):
-    async def main():
-        d = decode_engine(behave=hanging)
-        async with cluster([], [d], **limits) as c:
-            response = await ask(c, headers=headers)
-            assert (response.status, response.error["code"]) == (504, code)
-            await d.left.wait()
-
-    run(main)
+async def test_time_is_limited(limits, headers, code):
+    d = decode_engine(behave=hanging)
+    async with cluster([], [d], **limits) as c:
+        response = await ask(c, headers=headers)
+        assert (response.status, response.error["code"]) == (504, code)
+        await d.left.wait()
 
 
-def test_too_long_bodies_and_bad_ids_are_refused_and_counted():
-    async def main():
-        d = decode_engine(behave=tokenizing)
-        async with cluster([], [d], max_body_bytes=100) as c:
-            assert (await ask(c, body={"prompt": "x" * 100})).status == 413
-            assert (await ask(c, headers={"x-request-id": "a,b"})).status == 400
-            async with c.session.get(c.url + TOKENIZE) as response:
-                assert response.status == 405
-            for status in (400, 405, 413):
-                line = f'kvferry_router_requests_total{{endpoint="/tokenize",path="none",status="{status}"}}'
-                assert await c.metric(line) == 1
-            assert d.seen == []
-
-    run(main)
+async def test_too_long_bodies_and_bad_ids_are_refused_and_counted():
+    d = decode_engine(behave=tokenizing)
+    async with cluster([], [d], max_body_bytes=100) as c:
+        assert (await ask(c, body={"prompt": "x" * 100})).status == 413
+        assert (await ask(c, headers={"x-request-id": "a,b"})).status == 400
+        async with c.session.get(c.url + TOKENIZE) as response:
+            assert response.status == 405
+        for status in (400, 405, 413):
+            line = f'kvferry_router_requests_total{{endpoint="/tokenize",path="none",status="{status}"}}'
+            assert await c.metric(line) == 1
+        assert d.seen == []
 
 
-def test_a_client_that_leaves_amid_its_body_is_no_error(caplog):
-    async def main():
-        async with cluster([], [decode_engine(behave=tokenizing)]) as c:
-            host, port = c.url.removeprefix("http://").split(":")
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
-            await writer.drain()
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-            assert json.loads((await ask(c)).raw)["count"] == 1
-
-    run(main)
+async def test_a_client_that_leaves_amid_its_body_is_no_error(caplog):
+    async with cluster([], [decode_engine(behave=tokenizing)]) as c:
+        host, port = c.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        await writer.drain()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        assert json.loads((await ask(c)).raw)["count"] == 1
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -11,7 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from router_harness import (
-    DEADLINE_S,
+    DONE,
+    STREAM,
     TRANSFER,
     answer,
     cluster,
@@ -89,7 +90,7 @@ def test_the_span_of_a_stream_lasts_to_its_end_and_tells_how_it_ended():
         request.transport.close()
         return response
 
-    spans = spans_of(prefill_engine(), decode_engine("d0", breaking), body={"prompt": "a", "stream": True})
+    spans = spans_of(prefill_engine(), decode_engine("d0", breaking), body=STREAM)
     decode, request = spans["kvferry.decode"], spans["kvferry.request"]
     assert decode.attributes["kvferry.outcome"] == "reset"
     assert not decode.status.is_ok
@@ -130,14 +131,11 @@ def test_what_one_engine_told_is_not_told_of_the_next():
     assert timing.told == {}
 
 
-def test_without_tracing_the_clients_own_headers_pass():
-    async def main():
-        async with cluster([prefill_engine()], [decode_engine()]) as c:
-            await c.complete(headers=CLIENT)
-            for engine in (*c.prefill, *c.decode):
-                assert CLIENT["traceparent"] in engine.seen[0].headers.values()
-
-    asyncio.run(main())
+async def test_without_tracing_the_clients_own_headers_pass():
+    async with cluster([prefill_engine()], [decode_engine()]) as c:
+        await c.complete(headers=CLIENT)
+        for engine in (*c.prefill, *c.decode):
+            assert CLIENT["traceparent"] in engine.seen[0].headers.values()
 
 
 @pytest.mark.parametrize(("is_kept", "outcome"), [(True, "answered"), (False, "left")])
@@ -147,19 +145,17 @@ def test_requests_beside_one_another_have_spans_of_their_own(is_kept, outcome):
     async def prefilling(request, seen):
         response = await open_stream(request)
         await response.write(frame({"kv_transfer_params": TRANSFER}))
-        async with asyncio.timeout(DEADLINE_S):
-            await is_asked.wait()
-            await (asyncio.sleep(0) if is_kept else asyncio.Event().wait())
-        await response.write(b"data: [DONE]\n\n")
+        await is_asked.wait()
+        await (asyncio.sleep(0) if is_kept else asyncio.Event().wait())
+        await response.write(DONE)
         await response.write_eof()
         return response
 
     async def behave(request, seen):
         is_asked.set()
-        async with asyncio.timeout(DEADLINE_S):
-            # The router has heard of the end.
-            while is_kept and not exporter.get_finished_spans():
-                await asyncio.sleep(0)
+        # The router has heard of the end.
+        while is_kept and not exporter.get_finished_spans():
+            await asyncio.sleep(0)
         return await telling(request, seen)
 
     exporter, is_asked = InMemorySpanExporter(), asyncio.Event()

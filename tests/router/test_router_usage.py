@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 from aiohttp import web
-from router_harness import TRANSFER, answer, chat_chunk, cluster, decode_engine, frame, open_stream, prefill_engine
+from router_harness import (
+    DONE,
+    ONE,
+    TRANSFER,
+    answer,
+    chat_chunk,
+    cluster,
+    decode_engine,
+    frame,
+    prefill_engine,
+    streaming,
+)
 
 from kvferry.router.flow.usage import (
     MAX_EVENT_BYTES,
@@ -41,11 +51,9 @@ def decode(cached, headers=()):
     async def behave(request, seen):
         if not seen.body.get("stream"):
             return web.json_response(answer("one", usage=usage_of(cached)), headers=dict(headers))
-        response = await open_stream(request, **dict(headers))
-        whole = frame(chat_chunk("one")) + frame(chat_chunk("", usage=usage_of(cached))) + b"data: [DONE]\n\n"
-        for start in range(0, len(whole), 50):
-            await response.write(whole[start : start + 50])
-        return response
+        whole = ONE + frame(chat_chunk("", usage=usage_of(cached))) + DONE
+        pieces = (whole[start : start + 50] for start in range(0, len(whole), 50))
+        return await streaming(*pieces, **dict(headers))(request, seen)
 
     return decode_engine("d0", behave)
 
@@ -57,7 +65,7 @@ async def told(c, stream: bool):
     if not stream:
         assert int(reply.headers["content-length"]) == len(reply.raw)
         return json.loads(reply.raw)["usage"]
-    assert reply.raw.endswith(b"data: [DONE]\n\n")
+    assert reply.raw.endswith(DONE)
     events = [json.loads(event.removeprefix(b"data: ")) for event in reply.raw.split(b"\n\n")[:-2]]
     assert [event["choices"][0]["delta"]["content"] for event in events] == ["one", ""]
     return events[-1]["usage"]
@@ -68,39 +76,30 @@ async def told(c, stream: bool):
     ("of_prefill", "of_decode", "expected"),
     [(4, 8, 4), (0, 8, 0), (4, ..., 4), (..., 8, None), (None, 8, None), (..., ..., ...)],
 )
-def test_the_figure_is_that_of_prefill(of_prefill, of_decode, expected, stream):
-    async def main():
-        async with cluster([prefill(of_prefill)], [decode(of_decode)]) as c:
-            assert await told(c, stream) == usage_of(expected)
-
-    asyncio.run(main())
+async def test_the_figure_is_that_of_prefill(of_prefill, of_decode, expected, stream):
+    async with cluster([prefill(of_prefill)], [decode(of_decode)]) as c:
+        assert await told(c, stream) == usage_of(expected)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_decode_has_computed_itself_it_knows_best(stream):
-    async def main():
-        async with cluster([], [decode(8)]) as c:
-            assert await told(c, stream) == usage_of(8)
-        recomputed = decode(8, {"x-kvferry-cache": "recomputed"})
-        async with cluster([prefill(4)], [recomputed]) as c:
-            assert await told(c, stream) == usage_of(8)
-
-    asyncio.run(main())
+async def test_what_decode_has_computed_itself_it_knows_best(stream):
+    async with cluster([], [decode(8)]) as c:
+        assert await told(c, stream) == usage_of(8)
+    recomputed = decode(8, {"x-kvferry-cache": "recomputed"})
+    async with cluster([prefill(4)], [recomputed]) as c:
+        assert await told(c, stream) == usage_of(8)
 
 
-def test_a_compressed_answer_is_left_alone():
+async def test_a_compressed_answer_is_left_alone():
     raw = b"\x1f\x8b nobody looks into this"
 
     async def behave(request, seen):
         return web.Response(body=raw, headers={"content-type": "application/json", "content-encoding": "br"})
 
-    async def main():
-        async with cluster([prefill(4)], [decode_engine("d0", behave)]) as c:
-            request = c.session.post(c.url + "/v1/completions", json={"prompt": "a"}, auto_decompress=False)
-            async with request as response:
-                assert await response.read() == raw
-
-    asyncio.run(main())
+    async with cluster([prefill(4)], [decode_engine("d0", behave)]) as c:
+        request = c.session.post(c.url + "/v1/completions", json={"prompt": "a"}, auto_decompress=False)
+        async with request as response:
+            assert await response.read() == raw
 
 
 def test_all_other_bytes_of_an_answer_stay_as_they_are():
@@ -124,7 +123,7 @@ def test_a_figure_that_makes_no_sense_is_none(details):
 
 
 def test_the_figure_of_a_stream_is_in_one_of_its_events():
-    events = frame(chat_chunk("x")) + frame(chat_chunk("", usage=usage_of(7))) + b"data: [DONE]\n\n"
+    events = frame(chat_chunk("x")) + frame(chat_chunk("", usage=usage_of(7))) + DONE
     assert cached_tokens_of_stream(events) == 7
     assert cached_tokens_of_stream(frame(chat_chunk("x"))) is None
 
@@ -163,13 +162,10 @@ def test_a_usage_that_comes_with_a_token_is_not_the_final_one(num_before, last):
     assert before_final_usage(b"".join(events)) == len(b"".join(events[:num_before]))
 
 
-def test_only_streams_have_a_time_between_tokens():
-    async def main():
-        async with cluster([prefill(0)], [decode(0)]) as c:
-            await told(c, stream=False)
-            before = await c.metrics()
-            await told(c, stream=True)
-            return before, await c.metrics()
-
-    before, after = asyncio.run(main())
+async def test_only_streams_have_a_time_between_tokens():
+    async with cluster([prefill(0)], [decode(0)]) as c:
+        await told(c, stream=False)
+        before = await c.metrics()
+        await told(c, stream=True)
+        after = await c.metrics()
     assert ["kvferry_router_inter_token_seconds_count{" in text for text in (before, after)] == [False, True]

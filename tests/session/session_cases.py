@@ -54,6 +54,11 @@ def failure(commands):
     return next(command.error for command in commands if isinstance(command, FetchFailed))
 
 
+def phases(fetched):
+    """How long each part of a fetch took."""
+    return {name: round(value, 6) for name, value in fetched.report.phases_s.items()}
+
+
 def reason(commands):
     """Why a source has refused."""
     (refusal,) = (each.message for each in commands if isinstance(each, Reply) and isinstance(each.message, m.Refusal))

@@ -64,3 +64,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     # Both when a kernel is defined and while it runs.
     monkeypatch.setenv("TRITON_INTERPRET", "1" if name == "cpu" else "0")
     return Device(name, load_kernels(f"kernels_on_{name}"))
+
+
+@pytest.fixture
+def side_streams(device: Device, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, with kernels that run on the device."""
+    from kvferry.staging.device import side_stream
+
+    monkeypatch.setattr(side_stream, "copy_tile", device.kernels.copy_tile)
+    return side_stream

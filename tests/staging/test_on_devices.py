@@ -81,15 +81,6 @@ class Rig:
 
 
 @pytest.fixture
-def side_streams(device, monkeypatch):
-    """The module, with kernels that run on the device."""
-    from kvferry.staging.device import side_stream
-
-    monkeypatch.setattr(side_stream, "copy_tile", device.kernels.copy_tile)
-    return side_stream
-
-
-@pytest.fixture
 def where(device) -> torch.device:
     return torch.device("cpu") if device.name == "cpu" else torch.device(device.name, 0)
 

@@ -199,6 +199,15 @@ def test_a_large_request_is_served_when_the_slots_in_one_stretch_are_released(sm
     assert "large" in held
 
 
+def filled(*sizes):
+    """A pool in which slots of these sizes, numbered, leave no room."""
+    pool = Pool(sum(sizes), 1)
+    for number, units in enumerate(sizes):
+        pool.ask(number, 1, units)
+    pool.grants()
+    return pool
+
+
 def test_small_requests_pass_a_large_one_but_not_into_its_stretch():
     pool = Pool(8, 1)
     pool.ask("a", 1, 3)
@@ -215,10 +224,7 @@ def test_small_requests_pass_a_large_one_but_not_into_its_stretch():
 
 
 def test_a_large_request_takes_a_better_place_than_the_promised_one():
-    pool = Pool(8, 1)
-    for number in range(4):
-        pool.ask(number, 1, 2)
-    pool.grants()
+    pool = filled(2, 2, 2, 2)
     pool.ask("large", 2, 4)
     assert pool.grants() == []  # promised [0, 4)
     pool.release(2)
@@ -242,10 +248,7 @@ def test_a_withdrawn_request_leaves_its_stretch_to_others():
 
 @pytest.mark.parametrize("end", ["served", "withdrawn"])
 def test_each_large_request_is_promised_a_stretch_of_its_own(end):
-    pool = Pool(8, 1)
-    for number in range(4):
-        pool.ask(number, 1, 2)
-    pool.grants()
+    pool = filled(2, 2, 2, 2)
     pool.ask("first", 1, 4)
     assert pool.grants() == []  # promised [0, 4)
     if end == "served":
@@ -263,10 +266,7 @@ def test_each_large_request_is_promised_a_stretch_of_its_own(end):
 
 
 def test_a_small_request_stays_out_of_the_stretch_even_if_it_fits_better_there():
-    pool = Pool(8, 1)
-    for number, units in enumerate([2, 1, 2, 1, 2]):
-        pool.ask(number, 1, units)
-    pool.grants()
+    pool = filled(2, 1, 2, 1, 2)
     pool.release(4)
     pool.ask("large", 2, 4)
     assert pool.grants() == []  # promised [4, 8), where [6, 8) is free
@@ -277,10 +277,7 @@ def test_a_small_request_stays_out_of_the_stretch_even_if_it_fits_better_there()
 
 
 def test_a_promise_is_kept_when_another_stretch_gets_emptier():
-    pool = Pool(8, 1)
-    for number in range(4):
-        pool.ask(number, 1, 2)
-    pool.grants()
+    pool = filled(2, 2, 2, 2)
     pool.ask("large", 2, 4)
     assert pool.grants() == []  # promised [0, 4)
     pool.release(2)
@@ -349,10 +346,7 @@ def test_who_may_have_more_again_is_before_who_came_later():
 
 
 def test_a_slot_is_cut_from_the_smallest_hole_that_holds_it():
-    pool = Pool(12, 1)
-    for number, units in enumerate([4, 1, 2, 1, 2, 2]):
-        pool.ask(number, 1, units)
-    pool.grants()
+    pool = filled(4, 1, 2, 1, 2, 2)
     for number in (0, 2, 4):
         pool.release(number)
     pool.ask("two", 1, 2)

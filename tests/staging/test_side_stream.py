@@ -17,15 +17,6 @@ from kvferry.transport.registered_memory import Regions
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
-@pytest.fixture
-def side_streams(device, monkeypatch):
-    """The module, with kernels that run on the device."""
-    from kvferry.staging.device import side_stream
-
-    monkeypatch.setattr(side_stream, "copy_tile", device.kernels.copy_tile)
-    return side_stream
-
-
 class RecordedModule:
     """What torch.cuda and torch.xpu have in common: remembers what is queued on which stream."""
 
