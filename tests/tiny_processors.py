@@ -1,4 +1,4 @@
-"""What makes an image or a sound a part of a tiny model's prompt: a processor, and the tokens that stand in its place."""
+"""What makes an image or a sound a part of a tiny model's prompt: a processor, and tokens that stand in its place."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from typing import Any
 
 __all__ = ["IMAGE_SIZE", "NUM_IMAGE_TOKENS", "PATCH_SIZE", "PROCESSORS", "SOUND"]
 
-# An image becomes 16 tokens, unless its own size decides (PaddleOCR).
+# An image becomes 16 tokens, or 64 where it is made larger (PaddleOCR).
 IMAGE_SIZE, PATCH_SIZE, NUM_IMAGE_TOKENS = 56, 14, 16
 SIDES = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-# Of what a feature extractor hears.
-SOUND: dict[str, Any] = {"feature_size": 16, "chunk_length": 2}
+# Each part stands where it was said, and nothing is behind the last one.
+IN_PLACE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<|IMAGE_START|><|IMAGE_PLACEHOLDER|>{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+# What a feature extractor makes of half a minute of sound, which is what vLLM wants.
+SOUND: dict[str, Any] = {"feature_size": 16, "chunk_length": 30}
 
 
 def tokenizer(folder: Path, **named: str) -> Any:
@@ -30,34 +36,13 @@ def blip2(folder: Path) -> Any:
     return transformers.Blip2Processor(images, tokenizer(folder), num_query_tokens=NUM_IMAGE_TOKENS)
 
 
-def llava(folder: Path) -> Any:
-    import transformers
-
-    images = transformers.CLIPImageProcessorPil(size=SIDES, crop_size=SIDES)
-    return transformers.LlavaProcessor(
-        images,
-        tokenizer(folder, image_token="<image>"),
-        patch_size=PATCH_SIZE,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
-
-
-def gemma3(folder: Path) -> Any:
-    import transformers
-
-    named = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
-    tokens = tokenizer(folder, **{f"{name}_token": token for name, token in named.items()})
-    images = transformers.Gemma3ImageProcessorPil(size=SIDES)
-    return transformers.Gemma3Processor(images, tokens, image_seq_length=NUM_IMAGE_TOKENS)
-
-
 def paddle_ocr(folder: Path) -> Any:
     import transformers
 
     tokens = tokenizer(folder, image_token="<|IMAGE_PLACEHOLDER|>", start="<|IMAGE_START|>", end="<|IMAGE_END|>")
-    images = transformers.PaddleOCRVLImageProcessorPil(min_pixels=IMAGE_SIZE**2, max_pixels=(4 * IMAGE_SIZE) ** 2)
-    return transformers.PaddleOCRVLProcessor(images, tokens)
+    num_pixels = (4 * IMAGE_SIZE) ** 2
+    images = transformers.PaddleOCRVLImageProcessorPil(min_pixels=num_pixels, max_pixels=num_pixels)
+    return transformers.PaddleOCRVLProcessor(images, tokens, IN_PLACE)
 
 
 def qwen2_audio(folder: Path) -> Any:
@@ -76,8 +61,6 @@ def whisper(folder: Path) -> Any:
 
 PROCESSORS: Mapping[str, Callable[[Path], Any]] = {
     "Blip2": blip2,
-    "Llava": llava,
-    "Gemma3": gemma3,
     "PaddleOCRVL": paddle_ocr,
     "Qwen2Audio": qwen2_audio,
     "Whisper": whisper,

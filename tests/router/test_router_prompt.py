@@ -13,7 +13,13 @@ from kvferry.router.fleet.prefill_speed import Mean, PrefillSpeed
 from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.client_request import Endpoint, parse_request
-from kvferry.router.request.prompt_cost import DEFAULT_NEW_TOKENS, MAX_PREFIXES, PREFIX_BYTES, TOKENS_OF_EMBEDDED, cost_of
+from kvferry.router.request.prompt_cost import (
+    DEFAULT_NEW_TOKENS,
+    MAX_PREFIXES,
+    PREFIX_BYTES,
+    TOKENS_OF_EMBEDDED,
+    cost_of,
+)
 from kvferry.router.telemetry.request_timing import phases_of, server_timing, told_phases
 
 D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
