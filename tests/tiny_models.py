@@ -144,6 +144,7 @@ HEARING: dict[str, Any] = {
     },
     "text_config": {**GROUPED, "model_type": "qwen2", "vocab_size": WITH_MEDIA},
     "audio_token_index": VOCAB_SIZE,
+    "initializer_range": SPREAD,
 }
 TRANSCRIBING: dict[str, Any] = {
     "vocab_size": WITH_MEDIA,
