@@ -16,6 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import tiny_processors
+from tiny_processors import IMAGE_SIZE, NUM_IMAGE_TOKENS, PATCH_SIZE, PROCESSORS, SOUND
+
 __all__ = ["MODELS", "VOCAB_SIZE", "TinyModel", "model_folder"]
 
 VOCAB_SIZE = 1024
@@ -78,18 +81,19 @@ FALCON: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_chunk_size": 128,
 }
-# A model that sees: an image becomes 16 tokens at the beginning of the prompt.
-IMAGE_SIZE, NUM_IMAGE_TOKENS = 56, 16
+# Models that see or hear. Their processors have more tokens than the tokenizer.
+WITH_MEDIA = VOCAB_SIZE + 8
+VISION: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": IMAGE_SIZE,
+    "patch_size": PATCH_SIZE,
+    "initializer_range": SPREAD,
+}
 SEEING: dict[str, Any] = {
-    "vision_config": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": IMAGE_SIZE,
-        "patch_size": 14,
-        "initializer_range": SPREAD,
-    },
+    "vision_config": VISION,
     "qformer_config": {
         "vocab_size": 64,
         "hidden_size": 64,
@@ -102,7 +106,7 @@ SEEING: dict[str, Any] = {
     "text_config": {
         **COMMON,
         "model_type": "opt",
-        "vocab_size": VOCAB_SIZE + 8,
+        "vocab_size": WITH_MEDIA,
         "ffn_dim": 512,
         "word_embed_proj_dim": 256,
         "num_hidden_layers": 4,
@@ -110,6 +114,52 @@ SEEING: dict[str, Any] = {
     },
     "num_query_tokens": NUM_IMAGE_TOKENS,
     "image_token_index": VOCAB_SIZE,
+}
+# The tokens of an image have places in a plane, and those behind it go on from there. vLLM gives every other layer a
+# window, as it would for a Llama.
+SEEING_IN_PLANES: dict[str, Any] = {
+    "vision_config": {**VISION, "spatial_merge_size": 2},
+    "text_config": {
+        **GROUPED,
+        "vocab_size": WITH_MEDIA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [8, 12, 12]},
+        "sliding_window": 192,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "image_token_id": VOCAB_SIZE,
+    "vision_start_token_id": VOCAB_SIZE + 1,
+    "vision_end_token_id": VOCAB_SIZE + 2,
+}
+MAX_SOUND_TOKENS = SOUND["chunk_length"] * 50
+HEARING: dict[str, Any] = {
+    "audio_config": {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": SOUND["feature_size"],
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "d_model": 64,
+        "max_source_positions": MAX_SOUND_TOKENS,
+        "initializer_range": SPREAD,
+    },
+    "text_config": {**GROUPED, "model_type": "qwen2", "vocab_size": WITH_MEDIA},
+    "audio_token_index": VOCAB_SIZE,
+    "initializer_range": SPREAD,
+}
+TRANSCRIBING: dict[str, Any] = {
+    "vocab_size": WITH_MEDIA,
+    "num_mel_bins": SOUND["feature_size"],
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 512,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 512,
+    "d_model": 256,
+    "max_source_positions": MAX_SOUND_TOKENS,
+    "init_std": SPREAD,
+    **{name: COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    "decoder_start_token_id": 1,
 }
 # vLLM's own rotary kernel for CPUs is wrong for interleaved positions. Latent attention with AMX has bfloat16 only,
 # so the plain one is asked for, which does neither prefix caching nor chunked prefill.
@@ -149,6 +199,10 @@ class TinyModel:
     @property
     def model_class(self) -> str:
         return self.model_name or f"{self.family}ForCausalLM"
+
+
+def with_media(family: str, settings: dict[str, Any]) -> TinyModel:
+    return TinyModel(family, settings, model_name=f"{family}ForConditionalGeneration")
 
 
 MODELS: dict[str, TinyModel] = {
@@ -194,7 +248,10 @@ MODELS: dict[str, TinyModel] = {
     ),
     "nemotron_h": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 2}, HYBRID_FLAGS, 0),
     "nemotron_h_one_group": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 1}, HYBRID_FLAGS, 0),
-    "blip2": TinyModel("Blip2", SEEING, model_name="Blip2ForConditionalGeneration"),
+    "blip2": with_media("Blip2", SEEING),
+    "paddle_ocr": with_media("PaddleOCRVL", SEEING_IN_PLANES),
+    "qwen2_audio": with_media("Qwen2Audio", HEARING),
+    "whisper": with_media("Whisper", TRANSCRIBING),
     "falcon_h1": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 2}, HYBRID_FLAGS, 0),
     "falcon_h1_one_group": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 1}, HYBRID_FLAGS, 0),
 }
@@ -219,7 +276,8 @@ def model_folder(name: str) -> Path:
 
 
 def _recipe() -> str:
-    text = Path(__file__).read_text(encoding="utf-8") + metadata.version("transformers")
+    sources = (__file__, tiny_processors.__file__)
+    text = "".join(Path(source).read_text(encoding="utf-8") for source in sources) + metadata.version("transformers")
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -245,18 +303,17 @@ def _build(model: TinyModel, folder: Path) -> None:
             built = getattr(transformers, model.model_class)(config)
         built.save_pretrained(folder)
         _copy_tokenizer(folder)
-        if "vision_config" in model.settings:
-            _add_processor(folder)
+        if model.model_class.endswith("ForConditionalGeneration"):
+            PROCESSORS[model.family](folder).save_pretrained(folder)
+            _mend_names(folder / "model.safetensors")
 
 
-def _add_processor(folder: Path) -> None:
-    """What makes an image a part of a prompt, and the token that stands in its place."""
-    import transformers
+def _mend_names(weights: Path) -> None:
+    """transformers 5.19 writes `model` twice in the names of Qwen2-Audio, which no engine reads."""
+    from safetensors.torch import load_file, save_file
 
-    sides = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    images = transformers.BlipImageProcessorPil(size=sides)
-    transformers.Blip2Processor(images, tokenizer, num_query_tokens=NUM_IMAGE_TOKENS).save_pretrained(folder)
+    tensors = {name.replace(".model.model.", ".model."): tensor for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, {"format": "pt"})
 
 
 def _copy_tokenizer(folder: Path) -> None:

@@ -125,7 +125,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"use_beam_search": True}, "found: use_beam_search"),
     "several prompts": ({"prompt": ["a", "b"]}, "found: prompt"),
     "several prompts of ids": ({"prompt": [[1], [2]]}, "found: prompt"),
-    "a prompt that is no text": ({"prompt_embeds": "AAAA"}, "found: prompt_embeds"),
+    "embeddings beside a prompt": ({"prompt_embeds": "AAAA"}, "found: prompt, prompt_embeds"),
+    "several prompts of embeddings": ({"prompt": None, "prompt_embeds": ["AAAA", "BBBB"]}, "found: prompt_embeds"),
     "both requests": ({"kv_transfer_params": {**EARLY, "do_remote_prefill": True}}, "prefill and decode at once"),
 }
 
@@ -140,7 +141,15 @@ def test_one_reference_cannot_stand_for_this(name):
     assert served.seen == []
 
 
-@pytest.mark.parametrize("changed", [{"n": None, "best_of": 1, "use_beam_search": False}, {"prompt": [[1, 2]]}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"n": None, "best_of": 1, "use_beam_search": False},
+        {"prompt": [[1, 2]]},
+        {"prompt": None, "prompt_embeds": "AAAA"},
+        {"prompt": None, "prompt_embeds": ["AAAA"]},
+    ],
+)
 def test_what_asks_for_one_answer_in_more_words_is_fine(changed):
     assert first_event(early({**PREFILL, **changed}))["choices"] == []
 

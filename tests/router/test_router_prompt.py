@@ -13,7 +13,13 @@ from kvferry.router.fleet.prefill_speed import Mean, PrefillSpeed
 from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.client_request import Endpoint, parse_request
-from kvferry.router.request.prompt_cost import DEFAULT_NEW_TOKENS, MAX_PREFIXES, PREFIX_BYTES, cost_of
+from kvferry.router.request.prompt_cost import (
+    DEFAULT_NEW_TOKENS,
+    MAX_PREFIXES,
+    PREFIX_BYTES,
+    TOKENS_OF_EMBEDDED,
+    cost_of,
+)
 from kvferry.router.telemetry.request_timing import phases_of, server_timing, told_phases
 
 D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
@@ -31,13 +37,31 @@ def test_token_ids_are_counted_and_text_is_guessed(prompt, tokens):
     assert task(prompt=prompt).prompt_tokens == tokens
 
 
-def test_an_image_counts_the_same_whatever_it_weighs():
-    def message(num_bytes):
-        url = {"url": "data:image/png;base64," + "A" * num_bytes}
-        content = [{"type": "text", "text": "what is this?"}, {"type": "image_url", "image_url": url}]
-        return task(Endpoint.CHAT, messages=[{"role": "user", "content": content}])
+EMBEDDED = {
+    "an image": lambda held: {"type": "image_url", "image_url": {"url": "data:image/png;base64," + held}},
+    "a sound": lambda held: {"type": "input_audio", "input_audio": {"data": held, "format": "wav"}},
+    "an image's embeddings": lambda held: {"type": "image_embeds", "image_embeds": held},
+    "several tensors": lambda held: {"type": "image_embeds", "image_embeds": {"image_embeds": held}},
+    "embeddings": lambda held: {"type": "prompt_embeds", "data": held},
+}
 
-    assert message(1000).prompt_tokens == message(2_000_000).prompt_tokens
+
+@pytest.mark.parametrize("part", EMBEDDED.values(), ids=EMBEDDED)
+def test_a_file_counts_the_same_whatever_it_weighs(part):
+    def num_tokens(num_bytes):
+        content = [{"type": "text", "text": "what is this?"}, part("A" * num_bytes)]
+        return task(Endpoint.CHAT, messages=[{"role": "user", "content": content}]).prompt_tokens
+
+    assert TOKENS_OF_EMBEDDED < num_tokens(1000) == num_tokens(2_000_000) < TOKENS_OF_EMBEDDED + 100
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt": None}])
+def test_a_prompt_of_embeddings_counts_like_a_file(more):
+    for embeddings in ("A" * 1000, ["A" * 2_000_000]):
+        assert task(prompt_embeds=embeddings, **more).prompt_tokens == TOKENS_OF_EMBEDDED + 1
+    one, other = (task(prompt_embeds=letter * 4000, **more).prefixes for letter in "AB")
+    assert len(one) == 3
+    assert not set(one) & set(other)
 
 
 def test_new_tokens_are_those_that_were_asked_for():

@@ -177,6 +177,7 @@ USED = {
         "enable_sleep_mode",
         "get_total_num_kv_heads",
         "hf_text_config",
+        "is_encoder_decoder",
         "multimodal_config",
         "use_mla",
     },

@@ -39,14 +39,14 @@ def environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def settings(extra=None, ranks=1, index=0, ubatching=False, speculative=None, routed=False, sleeps=False):
+def settings(extra=None, ranks=1, index=0, ubatching=False, speculative=None, routed=False, **model):
     transfer = KVTransferConfig(
         kv_connector="FerryConnector", kv_role="kv_both", engine_id="ours", kv_connector_extra_config=extra or {}
     )
     parallel = SimpleNamespace(world_size=ranks, data_parallel_index=index, use_ubatching=ubatching)
     config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, speculative_config=speculative)
     config.aux_output_config = SimpleNamespace(enable_return_routed_experts=routed)
-    config.model_config = SimpleNamespace(enable_sleep_mode=sleeps)
+    config.model_config = SimpleNamespace(**{"enable_sleep_mode": False, "is_encoder_decoder": False} | model)
     return settings_of(config)
 
 
@@ -57,9 +57,14 @@ def test_what_is_computed_only_with_the_prompt_cannot_be_returned():
 
 def test_an_engine_that_sleeps_is_refused():
     with pytest.raises(ConfigurationError, match="--enable-sleep-mode"):
-        settings(sleeps=True)
+        settings(enable_sleep_mode=True)
     # Of vLLM 0.33 and later, which asks before it makes a connector.
     assert not FerryConnector.supports_sleep_mode(None)
+
+
+def test_a_model_with_an_encoder_is_refused():
+    with pytest.raises(ConfigurationError, match="found: an encoder-decoder model"):
+        settings(is_encoder_decoder=True)
 
 
 def test_nothing_need_be_said():

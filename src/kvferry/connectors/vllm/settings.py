@@ -57,6 +57,7 @@ def settings_of(config: VllmConfig) -> Settings:
     _check_layer_wise(extra, config)
     _check_outputs(config)
     _check_memory(config)
+    _check_encoder(config)
     timing = timing_of(extra.kv_lease_duration)
     agent = AgentConfig(
         engine_id=transfer.engine_id,
@@ -128,6 +129,17 @@ def _check_memory(config: VllmConfig) -> None:
             "an engine that can be put to sleep cannot let others read its caches",
             found="--enable-sleep-mode",
             hint="leave it out",
+        )
+
+
+def _check_encoder(config: VllmConfig) -> None:
+    """vLLM's own scheduler takes no connector for these, and says so without a way out."""
+    if config.model_config.is_encoder_decoder:
+        raise ConfigurationError(
+            "what a decoder sees of its encoder is not a part of the cache that vLLM lets others have",
+            found="an encoder-decoder model",
+            expected="a decoder-only model",
+            hint="serve it without --kv-transfer-config",
         )
 
 

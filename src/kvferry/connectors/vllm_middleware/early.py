@@ -80,20 +80,21 @@ def _check(fields: Mapping[str, msgspec.Raw], params: Mapping[str, Any]) -> None
         raise RequestError("an early prefill request must be streamed", found="no stream", hint="set stream to true")
     several = [name for name in ("n", "best_of") if bytes(fields.get(name, b"1")) not in (b"1", b"null")]
     several += [name for name in ("use_beam_search",) if bytes(fields.get(name, b"false")) not in (b"false", b"null")]
-    several += ["prompt"] if _has_several_prompts(fields) else []
-    # Each of these is a request of its own, beside the prompt.
-    several += ["prompt_embeds"] if bytes(fields.get("prompt_embeds", b"null")) != b"null" else []
+    prompts = {name: _num_prompts(fields[name]) for name in ("prompt", "prompt_embeds") if name in fields}
+    several += [name for name, num in prompts.items() if num] if sum(prompts.values()) > 1 else []
     if several:
         what = "an early reference is for one sequence"
         raise RequestError(what, found=", ".join(several), expected="one prompt and one answer")
 
 
-def _has_several_prompts(fields: Mapping[str, msgspec.Raw]) -> bool:
+def _num_prompts(raw: msgspec.Raw) -> int:
+    """Each one is a sequence of its own. A list of token ids is one, and what cannot be read is vLLM's to refuse."""
     try:
-        prompt = msgspec.json.decode(fields.get("prompt", b"null"))
+        prompt = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+        return 0
+    are_several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    return len(prompt) if are_several else int(prompt is not None)
 
 
 def _text(raw: msgspec.Raw | None) -> str:

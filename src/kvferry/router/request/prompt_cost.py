@@ -20,15 +20,17 @@ PREFIX_BYTES = 1024
 MAX_PREFIXES = 64
 # A longer answer than this is counted when it is asked for; most answers end by themselves before.
 DEFAULT_NEW_TOKENS = 256
-# What an image or another file in a message counts, whatever it weighs.
-EMBEDDED = re.compile(rb'"data:[^"]{256,}"')
+# What an image, a sound or another file in a message counts, whatever it weighs: a URL that holds it, or a field that
+# does. Embeddings in place of a prompt as well.
+EMBEDDED = re.compile(rb'"data:[^"]{256,}"|"(?:data|[a-z]{1,16}_embeds)"\s*:\s*\[?\s*"[^"]{256,}"')
 TOKENS_OF_EMBEDDED = 1024
+NULL = b"null"
 TOKEN_IDS = re.compile(rb"\s*\[\s*\[?\s*-?\d")
 
 
 def cost_of(request: ClientRequest) -> RequestCost:
     """Never raises: the request has been checked."""
-    content = bytes(request.fields.get("prompt") or request.fields.get("messages") or msgspec.Raw(b""))
+    content = _content(request)
     model = _text(request, "model")
     num_prefixes = min(len(content) // PREFIX_BYTES, MAX_PREFIXES)
     prompt_tokens = _num_tokens(content)
@@ -42,10 +44,19 @@ def cost_of(request: ClientRequest) -> RequestCost:
     )
 
 
+def _content(request: ClientRequest) -> bytes:
+    """What decides the prompt; embeddings with the name of their field, which says what they are."""
+    for field in ("prompt", "messages"):
+        if (found := bytes(request.fields.get(field, NULL))) != NULL:
+            return found
+    return b'"prompt_embeds":' + bytes(request.fields["prompt_embeds"])
+
+
 def _num_tokens(content: bytes) -> int:
     if TOKEN_IDS.match(content):
         return content.count(b",") + 1
-    plain, num_embedded = EMBEDDED.subn(b"", content) if b'"data:' in content else (content, 0)
+    has_embedded = b'"data' in content or b'_embeds"' in content
+    plain, num_embedded = EMBEDDED.subn(b"", content) if has_embedded else (content, 0)
     return max(len(plain) // BYTES_PER_TOKEN, 1) + num_embedded * TOKENS_OF_EMBEDDED
 
 
