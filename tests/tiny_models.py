@@ -194,6 +194,8 @@ MODELS: dict[str, TinyModel] = {
     ),
     "nemotron_h": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 2}, HYBRID_FLAGS, 0),
     "nemotron_h_one_group": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 1}, HYBRID_FLAGS, 0),
+    # In bfloat16 only, on CPUs.
+    "mixtral": TinyModel("Mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "blip2": TinyModel("Blip2", SEEING, model_name="Blip2ForConditionalGeneration"),
     "falcon_h1": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 2}, HYBRID_FLAGS, 0),
     "falcon_h1_one_group": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 1}, HYBRID_FLAGS, 0),

@@ -95,8 +95,8 @@ def test_steps_that_decode_fetched_prompts_and_compute_others_in_chunks(pair: Pa
 
 @in_a_fleet
 def test_what_is_urgent_takes_the_blocks_of_what_is_not(pair: Pair, spec):
-    """Four of five blocks each, which all grow by a sixth: there are 23. Who is preempted has lost what it had fetched, and
-    computes it."""
+    """Four of five blocks each, which all grow by a sixth: there are 23. Who is preempted has lost what it had fetched,
+    and computes it."""
     preempted = pair.decode.metric(PREEMPTED)
     questions = prompts_of((630,) * 4, num_tokens=20, seed=4)
     params = [prefill(pair.prefill, question).params for question in questions]
@@ -195,12 +195,13 @@ def blocks_of(question: Question, told: Iterator[Any]) -> list[int]:
 
 # --- servers that cannot exchange a cache ---
 
-UNLIKE = replace(PLAIN, decode=ServerSpec("kv_consumer", flags=("--kv-cache-dtype", "fp8"), speculator="llama"))
+# Eight bits, which fleets have there, need a CPU with AVX-512: test_vllm_description.py has them.
+UNLIKE = replace(PLAIN, decode=ServerSpec("kv_consumer", flags=("--dtype", "bfloat16"), speculator="llama"))
 
 
 @pytest.mark.parametrize("spec", [UNLIKE], ids=["unlike"])
 def test_servers_that_keep_different_things_say_which(pair: Pair, spec):
-    """What the layers hold, and layers of a speculator that the other server has not."""
+    """The numbers' format, and layers of a speculator that the other server has not."""
     (question,) = prompts_of((300,))
     params = prefill(pair.prefill, question).params
     with pytest.raises(RefusedError) as refused:
@@ -208,7 +209,9 @@ def test_servers_that_keep_different_things_say_which(pair: Pair, spec):
     assert refused.value.status == 502
     error = json.loads(str(refused.value).partition(": ")[2])["error"]
     assert error["code"] == "incompatible"
-    print(error)
+    for words in ("draft.layers.0.k: only the target has it", "dtype float32 at the source, bfloat16 at the target"):
+        assert words in error["message"]
+    assert "hint: serve the same model" in error["message"]
     wait_until_free(pair.servers, FREE_S)
 
 
@@ -238,4 +241,73 @@ SPECULATING = {
 def test_speculators_change_no_answer(pair: Pair, spec):
     check_equal(pair, prompts_of(SIZES))
     check_equal(pair, prompts_of(SIZES * 2, num_tokens=20, seed=1), at_once=4)
+    wait_until_free(pair.servers, FREE_S)
+
+
+# --- a model of experts, which the ranks of two replicas share; and hybrids whose prefixes are cached ---
+
+SHARED = PairSpec(
+    "mixtral",
+    ServerSpec("kv_producer"),
+    ServerSpec("kv_consumer", flags=("--data-parallel-size", "2", "--enable-expert-parallel")),
+    dtype="bfloat16",
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", [SHARED], ids=["experts"])
+def test_replicas_that_share_their_experts(pair: Pair, spec):
+    check_equal(pair, prompts_of(SIZES))
+    check_equal(pair, prompts_of(SIZES * 2, seed=1), at_once=8)
+    wait_until_free(pair.servers, FREE_S)
+
+
+# A prompt that is computed in several steps crashes vLLM's CPU back end there.
+CACHING = ("--enable-prefix-caching", "--max-num-batched-tokens", "4096")
+HYBRID = PairSpec("nemotron_h", ServerSpec("kv_producer", flags=CACHING), ServerSpec("kv_consumer", flags=CACHING))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", [HYBRID], ids=["hybrid"])
+def test_prefixes_of_a_hybrid_are_cached_on_both_sides(pair: Pair, spec):
+    """A second turn begins with the first one; and the same again."""
+    for question in prompts_of((300, 2000), num_tokens=5):
+        longer = replace(question, prompt=question.prompt + question.prompt[:700])
+        for asked in (question, question, longer, longer):
+            answer = ask_disaggregated(pair.prefill, pair.decode, asked)
+            assert not judge(pair.prefill, pair.decode, asked, answer).problem
+    wait_until_free(pair.servers, FREE_S)
+
+
+# --- long answers ---
+
+NUM_STREAMED = 20_000
+LONG = replace(
+    PLAIN,
+    decode=ServerSpec(
+        "kv_consumer",
+        flags=("--max-model-len", "24000"),
+        cache_bytes=256 << 20,
+        environment=(("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1"),),
+    ),
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", [LONG], ids=["long"])
+def test_twenty_thousand_tokens_are_streamed(pair: Pair, spec):
+    """Long after the source has forgotten the prompt; the first ones are those of the prefill server alone."""
+    (question,) = prompts_of((300,), num_tokens=200)
+    expected = ask(pair.prefill, alone(question)).tokens
+    body = question.body(NUM_STREAMED, prefill(pair.prefill, question).params) | {"stream": True}
+    connection = open_request(pair.decode, question, body)
+    try:
+        lines = [line.removeprefix(b"data: ").strip() for line in connection.getresponse()]
+    finally:
+        connection.close()
+    told = [line for line in lines if line]
+    assert told.pop() == b"[DONE]"
+    tokens = [token for line in told for choice in json.loads(line)["choices"] for token in choice["token_ids"]]
+    assert len(tokens) == NUM_STREAMED
+    assert tuple(tokens[:200]) == expected
     wait_until_free(pair.servers, FREE_S)

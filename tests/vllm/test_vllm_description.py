@@ -674,6 +674,15 @@ def test_what_cannot_be_described_is_refused_with_layer_and_specification(spec, 
     assert type(spec).__name__ in str(error.value)
 
 
+def test_a_cache_of_eight_bits_and_one_of_the_models_own_are_refused_with_both():
+    plain = make_rank([(full(), NAMES)], facts())
+    spec = replace(full(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), dtype=torch.uint8)
+    short = make_rank([(spec, NAMES)], facts(cache_dtype="fp8"))
+    words = r"dtype float32 at the source, float8_e4m3fn at the target.*hint: .*the same cache dtype"
+    with pytest.raises(IncompatibleError, match=words):
+        route([plain.layout], [short.layout])
+
+
 def test_scales_that_every_engine_computes_are_refused():
     spec = replace(full(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), dtype=torch.uint8)
     rank = make_rank([(spec, NAMES)], facts(cache_dtype="fp8_e4m3"))
