@@ -183,8 +183,14 @@ def blocks_of(question: Question, told: Iterator[dict[str, Any]]) -> list[int]:
 
 # --- servers that cannot exchange a cache ---
 
+
+def drafting(role: str, **more: Any) -> ServerSpec:
+    """A server with a draft model, which keeps as much as the model itself."""
+    return ServerSpec(role, cache_bytes=256 << 20, speculator="llama", **more)
+
+
 # Eight bits, which fleets have there, need a CPU with AVX-512: test_vllm_description.py has them.
-UNLIKE = replace(PLAIN, decode=ServerSpec("kv_consumer", flags=("--dtype", "bfloat16"), speculator="llama"))
+UNLIKE = replace(PLAIN, decode=drafting("kv_consumer", flags=("--dtype", "bfloat16")))
 
 
 @pytest.mark.parametrize("spec", [UNLIKE], ids=["unlike"])
@@ -204,11 +210,10 @@ def test_servers_that_keep_different_things_say_which(pair: Pair, spec):
 # --- speculators with a cache of their own ---
 
 LEFT = (("transfer_draft_layers", False),)
-DRAFTED = ServerSpec("kv_consumer", speculator="llama")
 SPECULATING = {
-    "on decode alone": replace(PLAIN, decode=replace(DRAFTED, extra=LEFT)),
-    "on prefill alone": replace(PLAIN, prefill=ServerSpec("kv_producer", speculator="llama", extra=LEFT)),
-    "on both": replace(PLAIN, prefill=ServerSpec("kv_producer", speculator="llama"), decode=DRAFTED),
+    "on decode alone": replace(PLAIN, decode=drafting("kv_consumer", extra=LEFT)),
+    "on prefill alone": replace(PLAIN, prefill=drafting("kv_producer", extra=LEFT)),
+    "on both": replace(PLAIN, prefill=drafting("kv_producer"), decode=drafting("kv_consumer")),
     "ngram on both": replace(
         PLAIN,
         prefill=ServerSpec("kv_producer", speculator="ngram"),
