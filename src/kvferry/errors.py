@@ -68,7 +68,7 @@ class IncompatibleError(FerryError):
             "the two engines do not hold the same cache",
             found="; ".join([*differences[:MAX_LISTED], *more]),
             expected="equal states, axes, extents, element sizes and dtypes on both sides",
-            hint="serve the same model with the same cache dtype on both engines",
+            hint="serve the same model with the same cache dtype and the same speculator on both engines",
         )
 
 

@@ -30,6 +30,7 @@ MIDDLEWARE = (
     *("--worker-extension-cls", "kvferry.connectors.vllm.extension.Extension"),
 )
 CACHE_BYTES = 128 << 20
+NUM_GUESSES = 3
 ENVIRONMENT = {
     **VLLM_ON_CPU,
     **VLLM_ON_GPU,
@@ -42,7 +43,7 @@ ENVIRONMENT = {
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
     """One side of a pair. `block_tokens` 0 leaves the model's own; `flags` come last on the command line. `extra` are
-    settings and `environment` are variables of this side alone."""
+    settings and `environment` are variables of this side alone. `speculator` guesses tokens: `ngram`, or a model."""
 
     role: str
     tp: int = 1
@@ -51,6 +52,7 @@ class ServerSpec:
     cache_bytes: int = CACHE_BYTES
     extra: tuple[tuple[str, Any], ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    speculator: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +137,15 @@ class Server(EngineServer):
             *("--kv-transfer-config", json.dumps(self._transfer_settings())),
             *(MIDDLEWARE if self.connector == "FerryConnector" else ()),
             *(model.cpu_flags if DEVICE == "cpu" else GPU_FLAGS),
+            *(("--speculative-config", json.dumps(self._speculation())) if self.spec.speculator else ()),
             *self.spec.flags,
         ]
+
+    def _speculation(self) -> dict[str, Any]:
+        if self.spec.speculator == "ngram":
+            return {"method": "ngram", "num_speculative_tokens": NUM_GUESSES, "prompt_lookup_max": 4}
+        folder = str(model_folder(self.spec.speculator))
+        return {"method": "draft_model", "model": folder, "num_speculative_tokens": NUM_GUESSES}
 
     def _transfer_settings(self) -> dict[str, Any]:
         if not self.pair.together:

@@ -238,6 +238,61 @@ def test_tokens_are_shared_out_by_context_parallelism():
     assert (share.num_shares, share.share, share.run_tokens) == (2, 1, 8)
 
 
+def written(rank, blocks, num_tokens):
+    """The rank's own part of a request, as vLLM's slot mapping has it: each layer, token, head and dimension another
+    value. Context parallelism deals tokens out to the ranks in runs, and a block is that of all of them."""
+    engine = rank.engine
+    first_head = head_span(rank).start
+    for name in rank.caches:
+        cache, layer = rank.caches[name], int(name.split(".")[2])
+        block, turn = cache.shape[2], engine.run_tokens * engine.context_parallel
+        for token in range(num_tokens):
+            if token // engine.run_tokens % engine.context_parallel != engine.context_rank:
+                continue
+            place = token % (block * engine.context_parallel)
+            slot = place // turn * engine.run_tokens + place % engine.run_tokens
+            at = cache[blocks[token // (block * engine.context_parallel)], :, slot]
+            heads = first_head + torch.arange(at.shape[0]).view(-1, 1)
+            at[:] = layer * 1e6 + token * 1e3 + heads * 100 + torch.arange(at.shape[1])
+    return rank
+
+
+@pytest.mark.parametrize("run_tokens", [1, 4, 16])
+@pytest.mark.parametrize("reverse", [False, True], ids=["shared out to whole", "whole to shared out"])
+def test_what_context_parallelism_shares_out_becomes_whole_and_back(run_tokens, reverse):
+    def engine(rank):
+        return facts(context_parallel=2, context_rank=rank, run_tokens=run_tokens, tensor_parallel=2, num_heads=1)
+
+    def ranks():
+        both = [make_rank([(full(heads=1), NAMES)], replace(engine(rank), tensor_rank=rank)) for rank in (0, 1)]
+        return (both, table(5, 2)), ([make_rank([(full(heads=1), NAMES)], facts(num_heads=1))], table(6, 3))
+
+    check_moved(ranks, reverse, 41)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["stages to one", "one to stages"])
+def test_each_stage_of_a_pipeline_has_its_own_layers(reverse):
+    names = tuple(f"model.layers.{n}.self_attn.attn" for n in range(4))
+
+    def ranks():
+        stages = [make_rank([(full(), part)], facts(names)) for part in (names[:1], names[1:])]
+        return (stages, table(7, 3)), ([make_rank([(full(), names)], facts(names))], table(8, 3))
+
+    check_moved(ranks, reverse, 41)
+
+
+def check_moved(ranks, reverse, num_tokens):
+    """From one engine to the other, of which `ranks` makes new ones with their block tables."""
+    (sources, left), (targets, right) = reversed(ranks()) if reverse else ranks()
+    (_, (expected, _)) = reversed(ranks()) if reverse else ranks()
+    for source in sources:
+        written(source, left, num_tokens)
+    move(sources, targets, ([left], [right]), TokenRange(0, num_tokens))
+    for target, wanted in zip(targets, expected, strict=True):
+        written(wanted, right, num_tokens)
+        assert all(torch.equal(target.caches[name], wanted.caches[name]) for name in wanted.caches)
+
+
 # --- attention on CPUs, whose inside only vLLM's operator knows ---
 
 
@@ -569,6 +624,30 @@ def test_names_are_those_of_the_model_whatever_vllm_calls_its_layers(name, prefi
     assert rank.layout.states[0].name == f"{prefix}.k"
 
 
+DRAFT = ("draft_model.model.layers.0.self_attn.attn",)
+
+
+def test_a_speculators_layers_may_stay_where_they_are():
+    """Then one side may have a speculator and the other none; without being told to leave them, both are named."""
+    plain, spoken = make_rank([(full(), NAMES)], facts()), make_rank([(full(), NAMES + DRAFT)], facts(NAMES + DRAFT))
+    for pair in ((plain, spoken), (spoken, plain)):
+        with pytest.raises(IncompatibleError, match=r"state draft\.layers\.0\.k: only the (source|target) has it"):
+            route(*([rank.layout] for rank in pair))
+    left = describe(spoken.config, spoken.caches, spoken.engine, draft_layers=False)
+    assert {state.name.partition(".")[0] for state in left.layout.states} == {"model"}
+    assert route([plain.layout], [left.layout]).legs
+    assert left.tables(((1, 2),)) == ((1, 2),)
+
+
+def test_a_speculator_that_would_read_recurrent_states_is_not_left_alone():
+    state = MambaSpec(16, shapes=((3, 8), (4, 4, 4)), dtypes=(torch.float32,) * 2, mamba_type=Mamba.MAMBA1)
+    config = make_rank([(full(), NAMES + DRAFT)], facts(NAMES + DRAFT))
+    mixed = replace(config.config, kv_cache_groups=[*config.config.kv_cache_groups, KVCacheGroupSpec([], state)])
+    assert mixed.needs_kv_cache_zeroing
+    with pytest.raises(LayoutError, match=r"may be no numbers.*hint: leave transfer_draft_layers out"):
+        describe(mixed, config.caches, config.engine, draft_layers=False)
+
+
 # --- refusals ---
 
 
@@ -593,6 +672,15 @@ def test_what_cannot_be_described_is_refused_with_layer_and_specification(spec, 
         make_rank([(spec, NAMES[:1])], facts())
     assert NAMES[0] in str(error.value)
     assert type(spec).__name__ in str(error.value)
+
+
+def test_a_cache_of_eight_bits_and_one_of_the_models_own_are_refused_with_both():
+    plain = make_rank([(full(), NAMES)], facts())
+    spec = replace(full(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), dtype=torch.uint8)
+    short = make_rank([(spec, NAMES)], facts(cache_dtype="fp8"))
+    words = r"dtype float32 at the source, float8_e4m3fn at the target.*hint: .*the same cache dtype"
+    with pytest.raises(IncompatibleError, match=words):
+        route([plain.layout], [short.layout])
 
 
 def test_scales_that_every_engine_computes_are_refused():

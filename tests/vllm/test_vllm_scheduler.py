@@ -303,6 +303,28 @@ def test_what_was_answered_is_a_part_of_what_is_kept():
     assert lease.prompt == Prompt.of([*range(PROMPT), *[7] * 7])
 
 
+@pytest.mark.parametrize(("computed", "under_way"), [(PROMPT + 8, 1), (PROMPT + 11, 4), (PROMPT + 9, 0)])
+def test_what_is_not_sure_when_an_answer_ends_is_not_offered(computed, under_way):
+    """A step, with guesses or without, that has begun before the last token was known; and guesses beyond the end."""
+    made, asked = scheduler(), request({"do_remote_decode": True})
+    asked.append_output_token_ids([7] * 8)
+    end(asked, RequestStatus.FINISHED_STOPPED)
+    asked.num_computed_tokens, asked.num_output_placeholders = computed, under_way
+    _, params = made.finished(asked, TABLES)
+    (lease,) = made.take_orders(is_idle=False).leases
+    assert lease.num_tokens == params["remote_num_tokens"] == lease.prompt.num_tokens
+    assert lease.num_tokens == min(PROMPT + 8, computed - under_way)
+
+
+def test_a_window_that_moves_on_after_the_answer_is_not_offered():
+    made, asked = scheduler(sliding()), request({"do_remote_decode": True}, size=1)
+    asked.append_output_token_ids([7] * 3)
+    end(asked, RequestStatus.FINISHED_STOPPED)
+    asked.num_computed_tokens, asked.num_output_placeholders = 4, 1
+    assert made.finished(asked, TABLES) == (False, None)
+    assert declined(made) == ([["source", "step_under_way"]], [])
+
+
 def unnamed(params):
     """vLLM takes ids that no other engine could name."""
     asked = request(params)

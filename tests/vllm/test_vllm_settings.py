@@ -39,20 +39,37 @@ def environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def settings(extra=None, ranks=1, index=0, ubatching=False, speculative=None, routed=False, **model):
+NO_KIND = {"enable_sleep_mode": False, "is_encoder_decoder": False, "runner_type": "generate"}
+
+
+def settings(extra=None, ranks=1, index=0, ubatching=False, speculative=None, routed=False, elastic=False, **model):
     transfer = KVTransferConfig(
         kv_connector="FerryConnector", kv_role="kv_both", engine_id="ours", kv_connector_extra_config=extra or {}
     )
     parallel = SimpleNamespace(world_size=ranks, data_parallel_index=index, use_ubatching=ubatching)
+    parallel.enable_elastic_ep = elastic
     config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, speculative_config=speculative)
     config.aux_output_config = SimpleNamespace(enable_return_routed_experts=routed)
-    config.model_config = SimpleNamespace(**{"enable_sleep_mode": False, "is_encoder_decoder": False} | model)
+    config.model_config = SimpleNamespace(**NO_KIND | model)
     return settings_of(config)
 
 
 def test_what_is_computed_only_with_the_prompt_cannot_be_returned():
     with pytest.raises(ConfigurationError, match="routed experts"):
         settings(routed=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [({"runner_type": "pooling"}, "--runner pooling"), ({"elastic": True}, "--enable-elastic-ep")]
+)
+def test_engines_that_nobody_could_fetch_from_are_refused(kind, found):
+    with pytest.raises(ConfigurationError, match=f"found: {found}.*hint:"):
+        settings(**kind)
+
+
+def test_a_speculators_layers_are_transferred_unless_told_otherwise():
+    assert settings().draft_layers
+    assert not settings({"transfer_draft_layers": False}).draft_layers
 
 
 def test_an_engine_that_sleeps_is_refused():

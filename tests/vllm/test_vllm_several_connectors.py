@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,15 @@ def test_it_is_not_found_where_it_is_not(monkeypatch):
     monkeypatch.setattr(extension, "has_kv_transfer_group", lambda: True)
     monkeypatch.setattr(extension, "get_kv_transfer_group", lambda: SimpleNamespace(sub_connectors=[object()]))
     assert extension._ours() is None
+
+
+def test_ranks_of_a_pipeline_are_in_the_order_of_their_stages(ours):
+    """As in vLLM's world group, in which they number themselves."""
+    told = []
+    ours._schedulers = [SimpleNamespace(set_ranks=told.append)]
+    ranks = {(pp, tp): replace(RANK, address=f"tcp://127.0.0.1:{7000 + 2 * pp + tp}") for tp in (1, 0) for pp in (1, 0)}
+    ours.set_xfer_handshake_metadata_pp_aware(ranks)
+    assert [rank.address[-1] for rank in told[0]] == ["0", "1", "2", "3"]
 
 
 def test_ranks_that_another_connector_hides_end_the_start(ours):

@@ -36,4 +36,5 @@ class ExtraConfig(IgnoredKeys, forbid_unknown_fields=True):
     strategy: str = "auto"
     token_file: str = ""
     transfer_direction: str = "auto"
+    transfer_draft_layers: bool = True
     transport: str = "auto"

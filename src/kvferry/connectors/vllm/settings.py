@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 class Settings:
     """One engine's settings. `agent` is that of rank 0, without an epoch of its own.
 
-    `is_loss_fatal` says that a request whose cache did not arrive ends with an error and is not computed here.
+    `is_loss_fatal` says that a request whose cache did not arrive ends with an error and is not computed here. Without
+    `draft_layers` a speculator's own cache stays where it is.
     """
 
     agent: AgentConfig
@@ -39,6 +40,7 @@ class Settings:
     staging_memory: StagingMemory = StagingMemory.HOST
     is_loss_fatal: bool = False
     layer_wise: bool = False
+    draft_layers: bool = True
 
 
 def speak_like_vllm() -> None:
@@ -54,6 +56,7 @@ def settings_of(config: VllmConfig) -> Settings:
     if transfer is None or transfer.engine_id is None:
         raise ConfigurationError("vLLM was started without a transfer configuration", expected="--kv-transfer-config")
     extra = _extra_config(transfer.kv_connector_extra_config)
+    _check_kind(config)
     _check_layer_wise(extra, config)
     _check_outputs(config)
     _check_memory(config)
@@ -78,6 +81,7 @@ def settings_of(config: VllmConfig) -> Settings:
         staging_memory=staging_memory_named(extra.staging_memory),
         is_loss_fatal=transfer.kv_load_failure_policy == "fail",
         layer_wise=extra.layer_wise,
+        draft_layers=extra.transfer_draft_layers,
     )
 
 
@@ -95,6 +99,24 @@ def _extra_config(given: dict[str, Any]) -> ExtraConfig:
     for key in sorted(set(given) & set(IgnoredKeys.__struct_fields__)):
         logger.info("kvferry ignores %s: it has no effect here", key)
     return extra
+
+
+def _check_kind(config: VllmConfig) -> None:
+    """Before anything else: what can never work here is not asked for its other settings."""
+    if config.model_config.runner_type != "generate":
+        raise ConfigurationError(
+            "only a model that generates text has a cache that another engine goes on from",
+            found=f"--runner {config.model_config.runner_type}",
+            expected="--runner generate",
+            hint="serve a pooling model without --kv-transfer-config: its answer is computed with its prompt",
+        )
+    if config.parallel_config.enable_elastic_ep:
+        # Its ranks come and go in process groups that are not PyTorch's: the ranks of an engine could not meet.
+        raise ConfigurationError(
+            "the ranks of an engine must stay the same while it runs",
+            found="--enable-elastic-ep",
+            hint="leave it out; kvferry's router takes and drops whole engines while it serves",
+        )
 
 
 def _check_layer_wise(extra: ExtraConfig, config: VllmConfig) -> None:

@@ -83,15 +83,23 @@ class Described:
         return tuple(group.range(ranges[self.transfer_group_ids.index(group.index)]) for group in self.groups)
 
 
-def describe(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], engine: EngineFacts) -> Described:
+def describe(
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    engine: EngineFacts,
+    draft_layers: bool = True,
+) -> Described:
     """Describe every cache that vLLM transfers.
 
-    `kv_caches` has a layer's cache by its name, as registered. Raises LayoutError for what cannot be described, naming
-    the layer and its specification.
+    `kv_caches` has a layer's cache by its name, as registered. Without `draft_layers` a speculator's are left out.
+    Raises LayoutError for what cannot be described, naming the layer and its specification.
     """
     building = _Building()
     for index in kv_cache_config.transfer_group_ids:
         for cache in _caches(kv_cache_config, index, kv_caches, engine):
+            if cache.is_draft and not draft_layers:
+                _check_leaving(cache, kv_cache_config)
+                continue
             if type(cache.spec) not in _KINDS:
                 raise unsupported(cache.layer, cache.spec, "this kind of cache is not supported")
             building.add(index, cache, _KINDS[type(cache.spec)](cache))
@@ -102,6 +110,17 @@ def describe(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tenso
     return Described(
         layout, memories, tuple(building.facts), tuple(kv_cache_config.transfer_group_ids), building.layer_ends
     )
+
+
+def _check_leaving(cache: Cache, config: KVCacheConfig) -> None:
+    """What a speculator reads of a prompt that was computed elsewhere is what was last written there. Old keys and
+    values only make bad guesses, which the model corrects. What has another format, such as a recurrent state, may not
+    be numbers when read as keys: nobody knows what the model makes of guesses out of those."""
+    if config.needs_kv_cache_zeroing:
+        hint = "leave transfer_draft_layers out, and give both servers the same speculator"
+        raise unsupported(
+            cache.layer, cache.spec, "what its blocks hold before it writes there may be no numbers", hint=hint
+        )
 
 
 def _caches(

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from kvferry.errors import LayoutError
 
+DRAFT_PREFIX = "draft."
 _DRAFTS = ("mtp", "draft", "eagle", "medusa", "nextn")
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "mamba_num_groups", "n_groups")
 
@@ -115,5 +116,5 @@ def prefix_of(layer: str, engine: EngineFacts) -> str:
         # Falcon-H1 numbers the state-space halves of its layers from the last attention layer on: `model.6.mixer`.
         return f"model.layers.{number - engine.num_layers}{rest}"
     if beyond or engine.layer(layer).is_draft or any(part.startswith(_DRAFTS) for part in first):
-        return f"draft.layers.{number - engine.num_layers if beyond else number}{rest}"
+        return f"{DRAFT_PREFIX}layers.{number - engine.num_layers if beyond else number}{rest}"
     return f"model.layers.{number}{rest}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connectors.vllm.description.facts import EngineFacts, LayerFacts
+from kvferry.connectors.vllm.description.facts import DRAFT_PREFIX, EngineFacts, LayerFacts
 from kvferry.errors import LayoutError
 from kvferry.layout import CacheGroup, Span, State
 
@@ -37,6 +37,11 @@ class Cache:
     @property
     def facts(self) -> LayerFacts:
         return self.engine.layer(self.layer)
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether it is a speculator's."""
+        return self.prefix.startswith(DRAFT_PREFIX)
 
     @property
     def kernel_blocks(self) -> int:

@@ -24,7 +24,7 @@ from kvferry.connectors.vllm.scheduler.expected_prompts import Expected
 from kvferry.connectors.vllm.scheduler.first_token import first_token_of
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.connectors.vllm.scheduler.readers import Readers, Turn
-from kvferry.connectors.vllm.scheduler.skipped_transfers import ALREADY_READ, Declined
+from kvferry.connectors.vllm.scheduler.skipped_transfers import ALREADY_READ, STEP_UNDER_WAY, Declined
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.errors import RequestError, TransferError
 from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, to_params
@@ -201,7 +201,11 @@ class Scheduler:
     def _offer(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
         if not self._ranks or not any(tables):
             return False, None
-        num_tokens = request.num_computed_tokens
+        num_tokens = _num_settled(request)
+        if self._forgets and num_tokens < request.num_computed_tokens:
+            words = "a step that was begun before its answer ended goes on from what its layers keep"
+            self._declined.offer(request.request_id, STEP_UNDER_WAY, words)
+            return False, None
         try:
             prompt = self._prompts.of(request, num_tokens)
         except RequestError as error:
@@ -256,6 +260,15 @@ class Scheduler:
             _running(blocks, scratch) if fixed else tuple(_named(block, self._config.num_blocks) for block in blocks)
             for blocks, fixed, scratch in zip(chosen, self._fixed, self._scratch, strict=True)
         )
+
+
+def _num_settled(request: Request) -> int:
+    """How many tokens of a request that has ended are computed, and are what the answer says.
+
+    With asynchronous scheduling the next step has begun before the token is known that ends the answer, and vLLM counts
+    what that step would compute. A speculator may have been right beyond the end.
+    """
+    return min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
 
 
 def _named(block: int, num_blocks: int) -> int:

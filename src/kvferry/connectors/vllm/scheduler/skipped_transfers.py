@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 ALREADY_READ = "already_read"
 """Another request of this engine has read the cache, and vLLM's prefix cache does not have it."""
+STEP_UNDER_WAY = "step_under_way"
+"""A step that was scheduled before the last token was known writes over what there would be to read."""
 
 
 class Declined:

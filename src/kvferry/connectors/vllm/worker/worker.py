@@ -101,7 +101,7 @@ class Worker:
         Raises LayoutError for caches that cannot be described, ConfigurationError when the agent cannot be set up.
         """
         facts = engine_facts(self._config)
-        described = describe(self._kv_cache_config, kv_caches, facts)
+        described = describe(self._kv_cache_config, kv_caches, facts, self._settings.draft_layers)
         everyone, rank = meet(Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
         layouts = tuple(introduction.layout for introduction in everyone)
         on = cache_device(
