@@ -9,6 +9,10 @@ SGLANG_VERSION ?= 0.5.23
 NEWEST_VLLM := 0.32.0
 VLLM ?= $(NEWEST_VLLM)
 VLLM_ENVIRONMENT := .venv-vllm$(addprefix -,$(filter-out $(NEWEST_VLLM),$(VLLM)))
+# The version of transformers that the embedded engine's tests run with beside .venv's own, which is the newest supported
+# one: one of 5.18.0 to 5.24.0.
+TRANSFORMERS ?= 5.18.0
+TRANSFORMERS_ENVIRONMENT := .venv-transformers-$(TRANSFORMERS)
 ARGS ?=
 FRAMES ?= 100000
 # Processes that run unit tests, and files of end-to-end tests, which start processes of their own, at a time.
@@ -18,7 +22,7 @@ BIN := .venv/bin
 VLLM_BIN = $(VLLM_ENVIRONMENT)/bin
 SGLANG_BIN := .venv-sglang/bin
 
-.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-sglang test-kernels docs docs-serve format clean
+.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels docs docs-serve format clean
 
 up: .venv/engine
 	@$(BIN)/kvferry up $(ARGS)
@@ -68,6 +72,10 @@ fuzz: .venv/dev
 test-vllm: $(VLLM_ENVIRONMENT)/ready
 	$(VLLM_BIN)/python -m pytest tests/vllm -o faulthandler_timeout=600 -m "not full" $(ARGS)
 
+# The embedded engine on another transformers; TRANSFORMERS=5.22.2 tries that one.
+test-transformers: $(TRANSFORMERS_ENVIRONMENT)/ready
+	$(TRANSFORMERS_ENVIRONMENT)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/embedded $(ARGS)
+
 # Real SGLang processes on the CPU; SGLANG_VERSION=0.5.22 tries an earlier one.
 test-sglang: .venv-sglang/ready-$(SGLANG_VERSION)
 	$(SGLANG_BIN)/python -m pytest tests/sglang -o faulthandler_timeout=600 $(ARGS)
@@ -89,7 +97,7 @@ format: .venv/dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-vllm* .venv-sglang build .cache
+	rm -rf .venv .venv-vllm* .venv-transformers-* .venv-sglang build .cache
 
 # Words go to stderr, so that `make up ARGS='… --json'` leaves stdout to the JSON.
 # $(call environment,folder): a new one, of a Python that is new enough; else pip would blame the packages.
@@ -112,6 +120,15 @@ environment = test -x $(1)/bin/python || { \
 
 .venv/docs: .venv/dev
 	@$(BIN)/pip install --quiet --editable ".[docs]" >&2
+	@touch $@
+
+# On top of .venv: what another transformers needs and .venv does not have, about 130 MB.
+$(TRANSFORMERS_ENVIRONMENT)/ready: .venv/dev
+	@echo "installing transformers $(TRANSFORMERS) into $(TRANSFORMERS_ENVIRONMENT) (once)" >&2
+	@$(BIN)/python -m venv --without-pip $(TRANSFORMERS_ENVIRONMENT)
+	@cd $(TRANSFORMERS_ENVIRONMENT)/lib/python3*/site-packages && \
+		echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/.venv/lib/python3*/site-packages)')" > beneath.pth
+	@$(TRANSFORMERS_ENVIRONMENT)/bin/python -m pip install --quiet transformers==$(TRANSFORMERS) >&2
 	@touch $@
 
 # vLLM's CPU build in an environment of its own: it pins torch and what else it needs, without CUDA's gigabytes.
