@@ -19,6 +19,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from kvferry.connectors.vllm import settings as vllm_settings
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.features import check_version
 from kvferry.connectors.vllm.settings import settings_of
@@ -55,11 +56,14 @@ def test_what_is_computed_only_with_the_prompt_cannot_be_returned():
         settings(routed=True)
 
 
-def test_an_engine_that_sleeps_is_refused():
+def test_an_engine_that_sleeps_without_a_word_is_refused(monkeypatch):
+    monkeypatch.setattr(vllm_settings, "SAYS_WHEN_IT_SLEEPS", False)
     with pytest.raises(ConfigurationError, match="--enable-sleep-mode"):
         settings(sleeps=True)
+    monkeypatch.setattr(vllm_settings, "SAYS_WHEN_IT_SLEEPS", True)
+    assert settings(sleeps=True)
     # Of vLLM 0.33 and later, which asks before it makes a connector.
-    assert not FerryConnector.supports_sleep_mode(None)
+    assert FerryConnector.supports_sleep_mode(None)
 
 
 def test_nothing_need_be_said():
