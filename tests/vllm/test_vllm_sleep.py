@@ -59,6 +59,16 @@ def told(worker):
     return results.finished_sending, results.finished_recving, results.failed_recving
 
 
+def test_the_configuration_is_read_when_caches_are_registered(worker, monkeypatch):
+    """Not before: vLLM settles the interleaving of context parallelism only then, since 0.33."""
+    seen = []
+    monkeypatch.setattr(module, "engine_facts", lambda config: seen.append(config.parallel_config.interleave))
+    worker._config.parallel_config.interleave = 64
+    worker.unregister()
+    worker.restore()
+    assert seen == [64]
+
+
 def test_everything_open_ends_before_the_memory_goes(worker):
     worker.obey(Orders(leases=[LEASE], fetches=[fetch()]))
     worker.unregister()
