@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import continuous_api, model_runner, requests, scheduler
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -97,7 +96,7 @@ def test_records_have_the_same_fields() -> None:
 def test_a_version_that_nobody_has_tried_is_refused(
     version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(features.transformers, "__version__", version)
     if is_refused:
         with pytest.raises(ConfigurationError, match=f"found: {version}.*5.18 to 5.24"):
             features.check_version()
