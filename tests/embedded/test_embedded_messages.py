@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +94,6 @@ def test_every_way_to_look_at_a_field_is_noted(look: Any) -> None:
     message = WatchedMessage({"role": "user", "name": "Ada"})
     look(message)
     assert "name" in message.read
-
-
-def test_a_copy_notes_what_is_read_in_the_same_set() -> None:
-    message = WatchedMessage({"role": "user", "name": "Ada"})
-    assert deepcopy(message)["name"] == "Ada"
-    assert message.read == {"name"}
 
 
 @pytest.mark.parametrize("name", ["name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"])

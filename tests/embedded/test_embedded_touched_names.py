@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import tomllib
+from pathlib import Path
 
 import pytest
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -14,7 +16,9 @@ from transformers.generation.continuous_batching.cache_allocators import (
     SlidingAttentionCacheAllocator,
 )
 
+from kvferry.connectors.transformers import features
 from kvferry.embedded.engine.async_engine import Engine
+from kvferry.errors import ConfigurationError
 
 MANAGER = continuous_api.ContinuousBatchingManager
 SIGNATURES = {
@@ -28,7 +32,6 @@ SIGNATURES = {
         "pool",
     ],
     MANAGER._create_batch_processor: ["self"],
-    MANAGER._run_generation_loop: ["self"],
     MANAGER.start: ["self"],
     continuous_api.ContinuousBatchProcessor._generation_step: ["self", "model"],
     MANAGER.stop: ["self", "block", "timeout", "keep_for_next_session", "hard_stop"],
@@ -46,6 +49,11 @@ SIGNATURES = {
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
 def test_functions_are_called_as_before(function: object) -> None:
     assert list(inspect.signature(function).parameters) == SIGNATURES[function]
+
+
+def test_the_loop_takes_nothing_but_how_it_computes() -> None:
+    taken = list(inspect.signature(MANAGER._run_generation_loop).parameters)
+    assert taken in (["self"], ["self", "use_inference_mode"])  # since 5.24
 
 
 def test_attributes_are_still_there(source: Engine) -> None:
@@ -78,7 +86,36 @@ def test_records_have_the_same_fields() -> None:
     assert (future.query_length, future.has_new_token, future.state) == (2, True, state)
     assert "fifo" in scheduler.SCHEDULER_MAPPING
     config = ContinuousBatchingConfig(page_size=16, num_blocks=4, max_batch_tokens=8, scheduler_type="fifo")
-    assert (config.allow_block_sharing, config.auto_switch_to_flash) == (True, True)
+    assert config.allow_block_sharing
+    assert getattr(config, "auto_switch_to_flash", True)  # since 5.19
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [("5.17.0", True), ("5.18.0", False), ("5.24.3", False), ("5.25.0.dev0", True)]
+)
+def test_a_version_that_nobody_has_tried_is_refused(
+    version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features.transformers, "__version__", version)
+    if is_refused:
+        with pytest.raises(ConfigurationError, match=f"found: {version}.*5.18 to 5.24"):
+            features.check_version()
+    else:
+        features.check_version()
+
+
+def test_a_chat_template_is_rendered_as_upstream_does(source: Engine) -> None:
+    tokenizer, messages = source.tokenizer, [{"role": "user", "content": "a"}]
+    theirs = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert features.render(tokenizer, messages, {"add_generation_prompt": True}) == theirs
+
+
+def test_the_range_is_that_of_the_extra() -> None:
+    extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    (oldest, after), newest = features.OLDEST, features.NEWEST
+    assert f"transformers>={oldest}.{after},<{newest[0]}.{newest[1] + 1}" in extra["engine"]
 
 
 def test_the_cache_lies_in_the_shared_memory(source: Engine) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_server import is_installed
+from lacks import lack
 from servers import DEVICE, Pair, PairSpec
 
 FOLDER = Path(__file__).parent
@@ -75,4 +76,6 @@ def pair(running: Running, spec: PairSpec) -> Pair:
     num_ranks = max(spec.prefill.tp, spec.decode.tp)
     if DEVICE != "cpu" and num_ranks > torch.accelerator.device_count():
         pytest.skip(f"{num_ranks} ranks need as many devices of {DEVICE}")
+    if lacking := lack(spec):
+        pytest.skip(f"this vLLM lacks {lacking}")
     return running.pair(spec)

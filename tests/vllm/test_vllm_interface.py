@@ -76,7 +76,7 @@ HOOKS = {
     "requires_piecewise_for_cudagraph": OURS,
     "reset_cache": "nothing is cached",
     "reset_capture_state": "capturing graphs changes nothing",  # since 0.30
-    "restore_kv_caches": "an engine that sleeps is refused",  # since 0.33
+    "restore_kv_caches": OURS,  # since 0.33
     "role": NOT_TOLD,
     "save_kv_layer": OURS,
     "set_host_xfer_buffer_ops": "staging memory has its own",
@@ -87,7 +87,7 @@ HOOKS = {
     "supports_divergent_local_hybrid_hits": "no: what is fetched begins at one place in all groups",
     "supports_sleep_mode": OURS,  # since 0.33
     "take_events": NOT_TOLD,
-    "unregister_kv_caches": "an engine that sleeps is refused",  # since 0.33
+    "unregister_kv_caches": OURS,  # since 0.33
     "update_connector_output": OURS,
     "update_state_after_alloc": OURS,
     "wait_for_layer_load": OURS,

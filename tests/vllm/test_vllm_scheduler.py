@@ -77,6 +77,36 @@ def test_all_but_the_last_token_is_fetched_once():
     assert made.take_orders(is_idle=False).fetches == []
 
 
+def test_blocks_may_come_some_steps_after_they_were_asked_for():
+    """Since vLLM 0.33: not before the steps that are under way have ended."""
+    made, asked, other = scheduler(), request(dict(PULL)), request(dict(PULL, remote_request_id="cmpl-other"), "other")
+    made.on_new_request(asked)
+    num_tokens = made.num_new_tokens(asked, BLOCK)
+    assert made.take_orders(is_idle=False).fetches == []
+    begun(made, other)
+    assert [fetch.request_id for fetch in made.take_orders(is_idle=False).fetches] == ["other"]
+    made.allocated(asked, TABLES, num_tokens)
+    (fetch,) = made.take_orders(is_idle=False).fetches
+    assert (fetch.request_id, fetch.ranges) == ("cmpl-here", (TokenRange(BLOCK, PROMPT - 1),))
+
+
+def test_a_request_that_ends_before_its_blocks_come_is_released():
+    made, asked = scheduler(), request(dict(PULL))
+    made.on_new_request(asked)
+    made.num_new_tokens(asked, 0)
+    end(asked, RequestStatus.FINISHED_ABORTED)
+    assert made.finished(asked, TABLES) == (False, None)
+    orders = made.take_orders(is_idle=False)
+    assert [fetch.is_waited_for for fetch in orders.fetches] == [False]
+    assert orders.aborted == []
+    assert made._computed == {}
+
+
+def test_what_other_connectors_say_of_an_engine_is_passed_over():
+    made, asked = scheduler(), request(dict(PULL, remote_registration_generation=2))
+    assert begun(made, asked) == PROMPT - 1
+
+
 def several(made, number, params=PULL):
     """As many requests as answers are wanted, which all have arrived."""
     asked = [request(dict(params), f"{i}_cmpl-here") for i in range(number)]

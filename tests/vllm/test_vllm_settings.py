@@ -19,6 +19,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from kvferry.connectors.vllm import settings as vllm_settings
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.features import check_version
 from kvferry.connectors.vllm.settings import settings_of
@@ -72,11 +73,14 @@ def test_a_speculators_layers_are_transferred_unless_told_otherwise():
     assert not settings({"transfer_draft_layers": False}).draft_layers
 
 
-def test_an_engine_that_sleeps_is_refused():
+def test_an_engine_that_sleeps_without_a_word_is_refused(monkeypatch):
+    monkeypatch.setattr(vllm_settings, "SAYS_WHEN_IT_SLEEPS", False)
     with pytest.raises(ConfigurationError, match="--enable-sleep-mode"):
         settings(enable_sleep_mode=True)
+    monkeypatch.setattr(vllm_settings, "SAYS_WHEN_IT_SLEEPS", True)
+    assert settings(enable_sleep_mode=True)
     # Of vLLM 0.33 and later, which asks before it makes a connector.
-    assert not FerryConnector.supports_sleep_mode(None)
+    assert FerryConnector.supports_sleep_mode(None)
 
 
 def test_a_model_with_an_encoder_is_refused():

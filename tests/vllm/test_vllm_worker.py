@@ -215,6 +215,17 @@ def test_one_rank_that_fails_fails_the_request_when_both_are_done(rank):
     assert (set(second.finished_recving), set(second.failed_recving)) == ({"a"}, {"a"})
 
 
+@pytest.mark.skipif(not hasattr(KVOutputAggregator, "ft_defer_kv_connector_outputs"), reason="since vLLM 0.33")
+def test_what_a_rank_said_in_a_step_that_failed_counts_once_in_the_next_one(rank):
+    both, aggregator = (rank, Rank()), KVOutputAggregator(2)
+    for each in both:
+        each.worker.obey(Orders(leases=[LEASE]))
+    said = both[0].says(LeaseEnded("l", "done"))
+    aggregator.ft_defer_kv_connector_outputs([KVConnectorOutput(finished_sending=said[0])])
+    assert not aggregate(aggregator, NOTHING, NOTHING).finished_sending
+    assert aggregate(aggregator, NOTHING, both[1].says(LeaseEnded("l", "done"))).finished_sending == {"l"}
+
+
 def aggregate(aggregator, *told):
     outputs = [
         replace(

@@ -2,9 +2,15 @@
 
 Adapter only: it describes the cache, carries commands to the engine's thread and reports what happened there. Who may
 use how much of the cache is decided above it (`kvferry.embedded.engine`). This package alone touches internals
-of transformers; they were read in 5.19, and `tests/embedded/test_embedded_touched_names.py` names every one of them.
+of transformers; `tests/embedded/test_embedded_touched_names.py` names every one of them, and `features` has what
+differs between versions.
 """
 
-from kvferry.connectors.transformers.core import Core
+from kvferry.connectors.transformers.features import check_version, render
 
-__all__ = ["Core"]
+# Before anything is imported that another version does not have.
+check_version()
+
+from kvferry.connectors.transformers.core import Core  # noqa: E402
+
+__all__ = ["Core", "render"]

@@ -18,6 +18,7 @@ from kvferry import Cache, Memory, SharedMemory
 from kvferry.connectors.jobs import Event, GroupSize, Job, Settings, Stopped
 from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.connectors.step_cost import NO_COST
+from kvferry.connectors.transformers.features import ATTENTION, ATTENTION_OPTIONS
 from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, owning_layers, ring_tokens, share_pool
 from kvferry.connectors.transformers.sampler import BatchSampler
 from kvferry.connectors.transformers.scheduler import Command, EventRouter, FerryScheduler, LoopState
@@ -163,9 +164,9 @@ class Core:
         self._loop_state.commands.put(command)
         self._manager._wake_up_loop.set()
 
-    def _run(self, run: Callable[[], None]) -> None:
-        """The engine's thread. Upstream catches every error in it, keeps it and returns."""
-        run()
+    def _run(self, run: Callable[..., None], **options: Any) -> None:
+        """The engine's thread. Upstream catches every error in it, keeps it and returns; `options` are its own."""
+        run(**options)
         error = self._manager.background_thread_status.fatal_error
         self._loop_state.emit(Stopped("" if error is None else f"{type(error).__name__}: {error}"))
 
@@ -213,7 +214,9 @@ def _load(settings: Settings, device: torch.device) -> tuple[Any, Any]:
     """The model and its tokenizer. Upstream's complaints are long and end in advice of its own: one line is kept."""
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.model, dtype=settings.dtype, attn_implementation=ATTENTION
+        )
         model = model.to(device)
         return model.eval(), AutoTokenizer.from_pretrained(settings.model)
     except torch.OutOfMemoryError as error:
@@ -245,9 +248,9 @@ def _manager(model: Any, settings: Settings, loop_state: LoopState) -> Any:
         allow_block_sharing=False,  # a shared block would have two owners
         use_async_batching=False,
         use_cuda_graph=False,
-        auto_switch_to_flash=False,
         safety_margin=0.0,  # admission keeps the margin: none is needed
         scheduler_type="kvferry",
+        **ATTENTION_OPTIONS,
     )
     eos = model.generation_config.eos_token_id
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1 if eos is None else eos)

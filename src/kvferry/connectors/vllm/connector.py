@@ -142,8 +142,15 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Who sleeps gives away the memory that others read; see `settings_of`."""
-        return False
+        """vLLM says when the memory of the caches goes and comes."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """vLLM asks for `get_handshake_metadata` next: the epoch is a new one, and the address may be."""
+        self._worker.restore()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -172,6 +172,11 @@ def blocks_of(state: Any, request_id: str) -> tuple[list[int], ...] | None:
     return found if found is None else tuple(found)
 
 
+# --- engines that sleep: a connector hears of it since 0.33 ---
+
+SAYS_WHEN_IT_SLEEPS = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
+
+
 # --- cache specifications ---
 
 

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 
 from kvferry import AgentConfig, read_token
 from kvferry.connectors.timing import timing_of
-from kvferry.connectors.vllm.features import returns_routed_experts
+from kvferry.connectors.vllm.features import SAYS_WHEN_IT_SLEEPS, returns_routed_experts
 from kvferry.connectors.vllm_keys import ExtraConfig, IgnoredKeys
 from kvferry.errors import ConfigurationError
 from kvferry.options import (
@@ -146,11 +146,11 @@ def _check_outputs(config: VllmConfig) -> None:
 
 def _check_memory(config: VllmConfig) -> None:
     """Engines that sleep give away the memory of their caches, which others may be reading, and get it back empty."""
-    if config.model_config.enable_sleep_mode:
+    if config.model_config.enable_sleep_mode and not SAYS_WHEN_IT_SLEEPS:
         raise ConfigurationError(
-            "an engine that can be put to sleep cannot let others read its caches",
+            "this vLLM does not tell a connector when it sleeps, and others may be reading its caches",
             found="--enable-sleep-mode",
-            hint="leave it out",
+            hint="leave it out, or use vLLM 0.33 or later",
         )
 
 

@@ -73,12 +73,6 @@ class WatchedMessage(dict[str, Any]):
         super().__init__(fields)
         self.read: set[object] = set()
 
-    def __deepcopy__(self, _memo: object) -> WatchedMessage:
-        """Transformers renders copies: they note in the same set."""
-        copy = WatchedMessage({name: super(WatchedMessage, self).__getitem__(name) for name in self.keys()})
-        copy.read = self.read
-        return copy
-
     def __getitem__(self, name: str) -> Any:
         self.read.add(name)
         return super().__getitem__(name)

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import jinja2
 
+from kvferry.connectors.transformers import render
 from kvferry.embedded.engine.async_engine import Engine
-from kvferry.embedded.request.chat import ChatPrompt, WatchedMessage, refuse_unread
+from kvferry.embedded.request.chat import OPTIONAL, ChatPrompt, WatchedMessage, refuse_unread
 from kvferry.embedded.request.parse import PromptInput, TextPrompt
 from kvferry.errors import RequestError
 
@@ -88,16 +89,20 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _rendered(self, chat: ChatPrompt) -> str:
-        messages = [WatchedMessage(message) for message in chat.messages]
+        tokenizer, watched = self._engine.tokenizer, [WatchedMessage(message) for message in chat.messages]
         try:
             self._check_values(chat.template_values)
-            text = self._engine.tokenizer.apply_chat_template(
-                messages,
+            text = tokenizer.apply_chat_template(
+                chat.messages,
                 tokenize=False,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 **chat.template_values,
             )
+            if any(message.keys() & OPTIONAL for message in chat.messages):
+                render(
+                    tokenizer, watched, {"add_generation_prompt": chat.add_generation_prompt, **chat.template_values}
+                )
         except (ValueError, TypeError, jinja2.TemplateError) as error:
             raise RequestError(
                 "the messages do not fit the model's chat template",
@@ -105,7 +110,7 @@ class Prompts:
                 hint="use /v1/completions with a prompt of your own",
                 param="messages",
             ) from None
-        refuse_unread(messages)
+        refuse_unread(watched)
         return str(text)
 
     def _check_values(self, values: dict[str, Any]) -> None:

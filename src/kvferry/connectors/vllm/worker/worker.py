@@ -85,11 +85,12 @@ class Worker:
         self._kv_cache_config = kv_cache_config
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._started: list[_Started] = []
+        self._caches: Mapping[str, torch.Tensor] = {}
         self._key = new_key()
         self._open = OpenRequests(settings.is_loss_fatal)
         self._is_idle = False
         self._moved = Moved()
-        self._lookups = Lookups(self._open, lambda *asked: self._ours().agent.locate(*asked), self._fetch)
+        self._lookups = self._no_lookups()
         # A step may bring a lease later than vLLM's client brings its end. Of one that was withdrawn only the next step
         # does: what a later one brings is of another request, whose caller has used the name again.
         self._released: deque[tuple[str, str]] = deque(maxlen=MAX_EARLY_RELEASES)
@@ -100,6 +101,8 @@ class Worker:
 
         Raises LayoutError for caches that cannot be described, ConfigurationError when the agent cannot be set up.
         """
+        self._caches = kv_caches
+        # vLLM may have changed its configuration since it has made us.
         facts = engine_facts(self._config)
         described = describe(self._kv_cache_config, kv_caches, facts, self._settings.draft_layers)
         everyone, rank = meet(Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
@@ -120,6 +123,28 @@ class Worker:
         self._started.append(_Started(agent, described, early_prefills, deferred, contents(*layouts), grows))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
 
+    def unregister(self) -> None:
+        """Let go of the caches before vLLM gives their memory away. Safe to call twice.
+
+        Every lease and every fetch ends here: peers that read are told, or find nobody, and none of them takes what it
+        has read for valid.
+        """
+        for started in self._started:
+            started.agent.close()
+            self._take_notices()
+        self._started = []
+
+    def restore(self) -> None:
+        """The caches' memory is there again, and empty: meet the other ranks, which are asked as well, and begin anew
+        in a new epoch. Safe to call twice."""
+        if self._caches and not self._started:
+            self._open.has_stopped = False
+            self._lookups = self._no_lookups()
+            self.register(self._caches)
+
+    def _no_lookups(self) -> Lookups:
+        return Lookups(self._open, lambda *asked: self._ours().agent.locate(*asked), self._fetch)
+
     def address(self) -> RankAddress:
         """Where this rank's agent listens. Raises ConfigurationError before `register`."""
         agent = self._ours().agent
@@ -128,6 +153,8 @@ class Worker:
     def _ours(self) -> _Started:
         for started in self._started:
             return started
+        if self._caches:
+            raise ConfigurationError("this engine sleeps, and has no caches", hint="wake it up: POST /wake_up")
         raise ConfigurationError("vLLM has not registered its caches", hint="report this with vLLM's version")
 
     # --- orders ---
@@ -278,8 +305,7 @@ class Worker:
         if self._is_idle and self._open.num_open:
             with contextlib.suppress(queue.Empty):
                 self._note(self._notices.get(timeout=IDLE_WAIT_S))
-        while not self._notices.empty():
-            self._note(self._notices.get())
+        self._take_notices()
         for ours in self._started:
             ours.early_prefills.look()
             ours.deferred.look()
@@ -290,6 +316,10 @@ class Worker:
         lost = self._open.take_lost()
         size = block_tokens(self._config, self._kv_cache_config) if lost else 1
         return {block for order in lost for block in failed_blocks(order.block_tables, order.ranges[0].first, size)}
+
+    def _take_notices(self) -> None:
+        while not self._notices.empty():
+            self._note(self._notices.get())
 
     def _note(self, notice: Notice) -> None:
         if isinstance(notice, AgentStopped):
