@@ -26,7 +26,7 @@ from kvferry import Agent, AgentConfig, Cache
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import LeaseEnded
 from kvferry.session.events import LeaseRequest
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.transport.registry import open_transports
 from kvferry.transport.rowcopy.copier import wait_until_compiled
 from kvferry.transport.shm.shared_memory import allocate_shared

@@ -29,7 +29,7 @@ from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import FetchRequest, LeaseRequest
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.transport.base import Memory
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import Reference

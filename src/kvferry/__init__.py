@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from kvferry.session.events import LeaseProgress as LeaseProgress
     from kvferry.session.events import LeaseRequest as LeaseRequest
     from kvferry.session.target.read_strategy import StagingPolicy as StagingPolicy
-    from kvferry.session.timeouts import Timing as Timing
+    from kvferry.session.timing import Timing as Timing
     from kvferry.staging.mover import Mover as Mover
     from kvferry.transport.base import Memory as Memory
     from kvferry.transport.selection.measurement import Measurement as Measurement
@@ -85,7 +85,7 @@ _NAMES = {
     ),
     "session.events": (*("Ahead", "FetchRequest", "HoldRequest", "LeaseProgress", "LeaseRequest", "NOT_AHEAD"),),
     "session.target.read_strategy": ("StagingPolicy",),
-    "session.timeouts": ("Timing",),
+    "session.timing": ("Timing",),
     "staging.mover": ("Mover",),
     "transport.base": ("Memory",),
     "transport.selection.measurement": ("Measurement", "Rates"),

@@ -20,7 +20,7 @@ from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import Fetched, FetchReport, LeaseEnded
 from kvferry.session.events import FetchRequest, LeaseRequest
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.staging.host_mover import HostMover, host_regions
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)

@@ -18,7 +18,7 @@ from kvferry.errors import ConfigurationError, RequestError
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import LeaseRequest
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.transport.registry import open_transports
 from kvferry.wire.codec import decode, frame_of
 from kvferry.wire.messages import WIRE_VERSION, Reason, Reference, Refusal

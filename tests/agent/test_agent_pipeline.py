@@ -15,7 +15,7 @@ from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Fetched
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.session.target.reads.slot_pipeline import WINDOW
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 
 DEADLINE_S = 30.0
 # Six slots per request.

@@ -6,7 +6,7 @@ from agent_support import BYTES_PER_TOKEN, NIXL, NUM_TOKENS, SOURCE, TARGET, che
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import BlocksReleased, FetchFailed, LeaseEnded
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 
 SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, transfer_s=20.0, fence_s=0.3)
 

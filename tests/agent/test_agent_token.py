@@ -9,7 +9,7 @@ from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.plan.description.describe import EngineShape
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import LeaseRequest
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.transport.registry import open_transports
 
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")

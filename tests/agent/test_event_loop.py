@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from kvferry.agent.control.liveness import LivenessProbes
+from kvferry.agent.control.liveness_probes import LivenessProbes
 from kvferry.agent.loop.event_loop import EventLoop
 from kvferry.session.commands import Disconnect
 from kvferry.session.keys import PeerKey

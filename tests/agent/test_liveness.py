@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvferry.agent.control.liveness import LivenessProbes
+from kvferry.agent.control.liveness_probes import LivenessProbes
 from kvferry.session.keys import PeerKey
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from kvferry import read_token
 from kvferry.agent.control.shared_token import NO_TOKEN
-from kvferry.cli.doctor import facts as doctor_facts
+from kvferry.cli.doctor import machine_facts as doctor_facts
 from kvferry.cli.doctor import peer
 from kvferry.cli.doctor import report as command
 from kvferry.cli.doctor.command import DoctorOptions

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvferry.cli import main
-from kvferry.cli.metrics import reading_of
+from kvferry.cli.scrape import reading_of
 from kvferry.cli.top import watch as command
 from kvferry.cli.top.command import TopOptions
 from kvferry.cli.top.view import Frame, summary, view

@@ -16,7 +16,7 @@ from kvferry.plan.description.model import attention
 from kvferry.plan.description.prompt import Prompt
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Fetched, FetchFailed, FetchReport
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import FirstToken
 

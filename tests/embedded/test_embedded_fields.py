@@ -13,7 +13,7 @@ from kvferry.embedded.request.bodies import ChatBody, CompletionBody
 from kvferry.embedded.request.parse import decode_chat, decode_completion
 from kvferry.embedded.request.support import SUPPORT, Support, Verdict
 from kvferry.errors import RequestError
-from kvferry.http.prefill_fields import Api, Endpoint, fields_of
+from kvferry.http.request_fields import Api, Endpoint, fields_of
 
 BODIES = {Endpoint.COMPLETIONS: CompletionBody, Endpoint.CHAT: ChatBody}
 CASES = [(row, endpoint) for endpoint, body in BODIES.items() for row in SUPPORT[body].values()]

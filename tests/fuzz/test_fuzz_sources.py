@@ -24,7 +24,7 @@ from kvferry.session import keys as k
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.session.target.session import TargetSession
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 RUNS, STEPS = 200, 150

@@ -23,7 +23,7 @@ from kvferry.session import events as e
 from kvferry.session import keys as k
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 RUNS, STEPS = 250, 150

@@ -10,7 +10,7 @@ from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
 from kvferry.http.disaggregation import DECISIVE, decode_only_reason, needs_prompt_logits
-from kvferry.http.prefill_fields import FIELDS, OF_ENDPOINT, Api, Endpoint, InPrefill, dropped, fields_of
+from kvferry.http.request_fields import FIELDS, OF_ENDPOINT, Api, Endpoint, InPrefill, dropped, fields_of
 from kvferry.router.request.client_request import REMOTE_DECODE, parse_request, prefill_body
 
 ROWS = [(endpoint, field) for endpoint in Endpoint for field in fields_of(endpoint).values()]

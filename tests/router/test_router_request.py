@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigurationError, RequestError
-from kvferry.http.prefill_fields import dropped
+from kvferry.http.request_fields import dropped
 from kvferry.router.config import RouterConfig
 from kvferry.router.request.client_request import FOR_ENGINES, Endpoint, decode_body, parse_request, prefill_body
 from kvferry.router.request.headers import decode_headers, prefill_headers, request_id_of, response_headers

@@ -12,7 +12,7 @@ from kvferry.session.events import FetchRequest, LeaseProgress, LeaseRequest, Pe
 from kvferry.session.source.session import SourceSession
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.session import TargetSession
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 FIRST = m.FirstToken(17, -0.5, ((17, -0.5), (3, -1.5)))

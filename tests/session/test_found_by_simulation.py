@@ -23,7 +23,7 @@ from kvferry.session.events import (
 from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.session import TargetSession
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)

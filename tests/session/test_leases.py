@@ -11,7 +11,7 @@ from kvferry.session.events import FrameArrived, LeaseRequest, LeaseWithdrawn, T
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.lease import Lease
 from kvferry.session.source.session import SourceSession
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, tombstone_s=7.0)

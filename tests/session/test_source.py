@@ -19,7 +19,7 @@ from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.lease import LEASE_TABLE, LeaseState
 from kvferry.session.source.session import SourceSession
 from kvferry.session.state_machine import StateMachine
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, handshake_s=5.0, tombstone_s=60.0)

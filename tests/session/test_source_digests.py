@@ -36,7 +36,7 @@ from kvferry.session.events import (
 from kvferry.session.keys import ClaimKey, PeerKey, ReadKey
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
 from kvferry.session.source.session import SourceSession
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, heartbeat_s=1.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, tombstone_s=60.0)

@@ -28,7 +28,7 @@ from kvferry.session.events import (
 from kvferry.session.keys import ClaimKey, SlotKey
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
 from kvferry.session.source.session import SourceSession
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, tombstone_s=60.0, idle_peer_s=100.0)

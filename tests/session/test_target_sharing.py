@@ -51,7 +51,7 @@ from kvferry.session.keys import ReadKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import AUTO, NO_STAGING, StagingPolicy
 from kvferry.session.target.session import TargetSession
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, fence_s=4.0)

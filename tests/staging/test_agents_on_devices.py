@@ -25,7 +25,7 @@ from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Fetched, LeaseEnded
 from kvferry.session.events import FetchRequest, LeaseRequest
 from kvferry.session.target.read_strategy import StagingPolicy
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.staging.device import patterns
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.device.pinned import CudaRuntime, pinned

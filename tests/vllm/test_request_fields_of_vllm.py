@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from kvferry.http.disaggregation import decode_only_reason, needs_prompt_logits
-from kvferry.http.prefill_fields import FIELDS, Api, Endpoint
+from kvferry.http.request_fields import FIELDS, Api, Endpoint
 
 CLASSES = {Api.VLLM_COMPLETIONS: CompletionRequest, Api.VLLM_CHAT: ChatCompletionRequest}
 PROMPTS = {

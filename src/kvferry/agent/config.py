@@ -14,7 +14,7 @@ from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.session import commands as c
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy, allowed_by
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.staging.pool import ALIGNMENT_BYTES
 from kvferry.wire.messages import MAX_SLOT_BYTES
 

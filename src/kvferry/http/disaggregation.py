@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvferry.http.prefill_fields import DecodeOnlyReason, Endpoint, fields_of
+from kvferry.http.request_fields import DecodeOnlyReason, Endpoint, fields_of
 
 
 def needs_prompt_logits(prompt_logprobs: int | None) -> bool:

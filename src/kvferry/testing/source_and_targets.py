@@ -16,7 +16,7 @@ from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import FetchRequest, LeaseRequest
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.testing.engine_under_test import EngineUnderTest, MakeEngine, Source, expect_filled, fill
 from kvferry.transport.base import Completion, Ticket, Transport
 from kvferry.transport.registry import open_transports

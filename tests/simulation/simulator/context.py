@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.plan.digests.subject import DigestPolicy
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from simulator.checks.requests import Checks
 from simulator.defects.defect import Defect
 from simulator.faults import Faults

@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 from kvferry.agent.cache import Cache
 from kvferry.agent.config import AgentConfig, Notice, slot_bytes_in
 from kvferry.agent.control.channel import ControlChannel
-from kvferry.agent.control.liveness import LivenessProbes
+from kvferry.agent.control.liveness_probes import LivenessProbes
 from kvferry.agent.identity import allocate_probe, describe_probe, target_identity
 from kvferry.agent.loop.event_loop import EngineRequest, EventLoop
 from kvferry.agent.loop.wakeup import Wakeup

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvferry.agent.config import Notice
 from kvferry.agent.control.channel import ControlChannel, ReceivedFrame
-from kvferry.agent.control.liveness import LivenessProbes
+from kvferry.agent.control.liveness_probes import LivenessProbes
 from kvferry.agent.loop.wakeup import Wakeup
 from kvferry.agent.memory.digests import Digester
 from kvferry.agent.memory.staging_slots import StagingSlots

@@ -14,7 +14,7 @@ from rich.text import Text
 from kvferry import read_token
 from kvferry.cli import console
 from kvferry.cli.doctor.command import DoctorOptions
-from kvferry.cli.doctor.facts import Fact, machine_facts, machine_findings, setting_facts, ucx_facts
+from kvferry.cli.doctor.machine_facts import Fact, machine_facts, machine_findings, setting_facts, ucx_facts
 from kvferry.cli.doctor.transport_tests import Trials, loopback, verdict
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.extras import missing_modules

@@ -14,7 +14,7 @@ from rich.text import Text
 from kvferry.catalog import Entry, Options, read
 from kvferry.cli import console
 from kvferry.cli.plan.command import PlanOptions
-from kvferry.cli.plan.facts import ModelNames, Side, group_facts, layout_facts, pair_facts, side_facts, sums
+from kvferry.cli.plan.plan_facts import ModelNames, Side, group_facts, layout_facts, pair_facts, side_facts, sums
 from kvferry.cli.plan.row_groups import rows_of
 from kvferry.cli.plan.shape import link_of, shape_of
 from kvferry.cli.plan.verdict import prefill_of, verdict_of

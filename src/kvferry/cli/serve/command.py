@@ -168,7 +168,7 @@ def agent_of(options: ServeOptions) -> AgentConfig:
     """The agent of the built-in engine. Raises ConfigurationError."""
     from kvferry import AgentConfig, read_token
     from kvferry.options import digest_policy_named, direction_named, may_switch_direction, staging_named
-    from kvferry.session.timeouts import Timing
+    from kvferry.session.timing import Timing
 
     transfer, staging_bytes = options.transfer, options.staging_mib << 20
     lease_s, heartbeat_s = options.lease_timeout, options.heartbeat

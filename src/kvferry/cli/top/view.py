@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.metrics import START, Reading
+from kvferry.cli.scrape import START, Reading
 
 REQUESTS, TTFT = "kvferry_router_requests_total", "kvferry_router_time_to_first_token_seconds"
 PHASES, GAPS = "kvferry_router_phase_seconds", "kvferry_router_inter_token_seconds"

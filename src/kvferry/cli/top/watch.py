@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from kvferry.cli import console
-from kvferry.cli.metrics import START, Reading, get, reading_of
+from kvferry.cli.scrape import START, Reading, get, reading_of
 from kvferry.cli.top.command import TopOptions
 from kvferry.cli.top.view import Frame, summary, view
 from kvferry.errors import ConfigurationError

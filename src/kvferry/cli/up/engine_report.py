@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from kvferry.cli.metrics import Reading, get, reading_of
+from kvferry.cli.scrape import Reading, get, reading_of
 from kvferry.errors import RequestError
 from kvferry.system import os_error_text
 

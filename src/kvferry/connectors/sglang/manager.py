@@ -15,9 +15,9 @@ from sglang.srt.runtime_context import get_parallel
 from kvferry.connectors.sglang.construction import queue_being_made
 from kvferry.connectors.sglang.description.describe import RankFacts, describe
 from kvferry.connectors.sglang.description.tables import Tables
+from kvferry.connectors.sglang.features import idleness_of, on_all_ranks, ranks_to_agree
 from kvferry.connectors.sglang.rank import Rank, Ranks
 from kvferry.connectors.sglang.settings import settings_from
-from kvferry.connectors.sglang.versions import idleness_of, on_all_ranks, ranks_to_agree
 from kvferry.devices import cache_device
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.options import staging_memory_named

@@ -13,8 +13,8 @@ from typing import Any
 
 from kvferry import WIRE_VERSION
 from kvferry.connectors.sglang.construction import note_queue, note_request
+from kvferry.connectors.sglang.features import TESTED, check_calls
 from kvferry.connectors.sglang.settings import settings_from
-from kvferry.connectors.sglang.versions import TESTED, check_calls
 from kvferry.errors import ConfigurationError
 
 NAME = "kvferry"

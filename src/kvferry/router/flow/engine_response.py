@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.http.prefill_fields import DecodeOnlyReason
+from kvferry.http.request_fields import DecodeOnlyReason
 from kvferry.router.request.lenient_json import decoded
 from kvferry.wire.messages import Reason
 

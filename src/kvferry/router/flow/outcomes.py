@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.http.prefill_fields import DecodeOnlyReason
+from kvferry.http.request_fields import DecodeOnlyReason
 from kvferry.router.events import (
     INSTANCE_DOWN,
     PREFILL_LOST,

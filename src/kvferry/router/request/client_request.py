@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.errors import RequestError
 from kvferry.http.disaggregation import DECISIVE, decode_only_reason
-from kvferry.http.prefill_fields import Endpoint, dropped, dropped_before_first_token
+from kvferry.http.request_fields import Endpoint, dropped, dropped_before_first_token
 from kvferry.router.policy.records import RequestCost
 from kvferry.router.request.headers import Headers
 from kvferry.router.request.lenient_json import decoded

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from kvferry.http.prefill_fields import fields_of
+from kvferry.http.request_fields import fields_of
 from kvferry.router.policy.records import RequestCost
 from kvferry.router.request.client_request import ClientRequest
 

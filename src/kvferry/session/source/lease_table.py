@@ -14,7 +14,7 @@ from kvferry.session.events import LeaseRequest
 from kvferry.session.refusals import refuse
 from kvferry.session.source.lease import Lease
 from kvferry.session.source.writes import Writes
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire.messages import Claim, Party, Reason
 
 

@@ -23,7 +23,7 @@ from kvferry.session.source.lease import Lease
 from kvferry.session.source.lease_table import LeaseTable
 from kvferry.session.source.targets import Targets
 from kvferry.session.source.writes import Writes
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 from kvferry.wire.messages import Reason
 

@@ -17,7 +17,7 @@ from kvferry.plan.slots.slot_plan import StagedRequest
 from kvferry.session.commands import Command, Connect, Disconnect, Reply
 from kvferry.session.events import LeaseRequest, PeerConnected, PeerUnreachable
 from kvferry.session.refusals import refuse
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire.messages import Claim, Party, Reached, Reason, TargetOffer
 
 MAX_TARGETS = 512

@@ -16,7 +16,7 @@ from kvferry.session.keys import PeerKey, peers_of
 from kvferry.session.target.peers.handshakes import Handshakes, PeerLost, Step
 from kvferry.session.target.peers.peer import Peer
 from kvferry.session.target.reads.fetch import LEASED, Fetch, is_needed
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire.messages import Party, Reason, Reference, Renew
 
 # Each is answered: after two of them without an answer it is checked whether the source's process has ended.

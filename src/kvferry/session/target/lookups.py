@@ -10,7 +10,7 @@ from kvferry.session.commands import Command, Disconnect, Located, LocateFailed,
 from kvferry.session.events import LocateRequest
 from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire.messages import WIRE_VERSION, Hello, Message, Reason, Refusal, Welcome
 
 MAX_PORT = 65_535

@@ -24,7 +24,7 @@ from kvferry.session.events import FetchRequest
 from kvferry.session.keys import ClaimKey, PeerKey, ReadKey
 from kvferry.session.target.peers.handshakes import Handshakes
 from kvferry.session.target.reads.fetch import Fetch, ReadState
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire.messages import Abort, Aborted, Party
 
 

@@ -22,7 +22,7 @@ from kvferry.session.target.peers.peer import Peer, PeerState
 from kvferry.session.target.quarantine import PendingAborts, Quarantine
 from kvferry.session.target.reads import fetch as f
 from kvferry.session.target.reads.lifecycle import Reads
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 from kvferry.wire.messages import Reason
 

@@ -11,7 +11,7 @@ from kvferry.session.commands import Command, DropDigest, LeaseEnded, Reply
 from kvferry.session.events import FrameArrived, LeaseProgress
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceEvent, SourceSession
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire.messages import Abort, Aborted, Claim, Hello, Landed, Message, Party, Valid
 
 FOREVER_S = 1e9

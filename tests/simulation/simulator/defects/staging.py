@@ -15,7 +15,7 @@ from kvferry.session.source.packed_write import PackedWrite
 from kvferry.session.source.session import SourceEvent, SourceSession
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.session import TargetEvent, TargetSession
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire.messages import Aborted, Pack, Packed
 from simulator.state.naming import attempt_of
 

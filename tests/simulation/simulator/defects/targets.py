@@ -11,7 +11,7 @@ from kvferry.session.events import AnswerArrived, Digested, TicketEnded
 from kvferry.session.keys import ReadKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.session import TargetEvent, TargetSession
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire.messages import Landed, Offer, Party, Renew, Valid, Welcome
 from simulator.state.naming import attempt_of, request_of
 

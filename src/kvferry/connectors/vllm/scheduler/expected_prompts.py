@@ -11,7 +11,7 @@ from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.connectors.vllm.scheduler.skipped_transfers import Declined
 from kvferry.errors import RequestError
 from kvferry.http.disaggregation import needs_prompt_logits
-from kvferry.http.prefill_fields import DecodeOnlyReason
+from kvferry.http.request_fields import DecodeOnlyReason
 
 
 class Expected:

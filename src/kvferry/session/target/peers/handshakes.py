@@ -18,7 +18,7 @@ from kvferry.session.keys import PeerKey
 from kvferry.session.state_machine import StateMachine
 from kvferry.session.target.peers.peer import PEER_TABLE, CanWrite, Peer, PeerState
 from kvferry.session.target.read_strategy import NO_STAGING, StagingPolicy
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 from kvferry.wire.messages import Reason
 

@@ -21,7 +21,7 @@ from kvferry.session.keys import PeerKey, ReadKey
 from kvferry.session.state_machine import StateMachine, TransitionTable
 from kvferry.session.target.read_strategy import TransferMode
 from kvferry.session.target.reads.slot_pipeline import SlotPipeline
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire.messages import FirstToken, Reason
 
 

@@ -40,7 +40,7 @@ from kvferry.session.target.reads.fetch import (
 )
 from kvferry.session.target.reads.staged_reads import StagedReads
 from kvferry.session.target.reads.verification import Verifier, unreadable_error
-from kvferry.session.timeouts import Timing
+from kvferry.session.timing import Timing
 from kvferry.wire.messages import Claim, Grant, Packed, Queued, Reason, Written
 
 

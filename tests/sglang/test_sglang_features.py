@@ -21,12 +21,12 @@ def sglang():
         from sglang.srt.disaggregation.base import conn
         from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 
-        from kvferry.connectors.sglang import plugin, versions
-    return SimpleNamespace(conn=conn, decode=decode, receiver=FakeKVReceiver, plugin=plugin, versions=versions)
+        from kvferry.connectors.sglang import features, plugin
+    return SimpleNamespace(conn=conn, decode=decode, receiver=FakeKVReceiver, plugin=plugin, features=features)
 
 
 def check(sglang) -> None:
-    sglang.versions.check_calls(sglang.plugin._classes().values())
+    sglang.features.check_calls(sglang.plugin._classes().values())
 
 
 def test_this_sglang_calls_what_we_know(sglang):
@@ -57,7 +57,7 @@ def test_one_that_calls_more_than_we_know_is_refused(sglang):
         def sing(self) -> None: ...
 
     with pytest.raises(TypeError, match="FerrySender has methods that are not known: sing"):
-        sglang.versions.check_calls([More])
+        sglang.features.check_calls([More])
 
 
 def test_users_are_told_which_sglang_fits(sglang, monkeypatch):
@@ -74,7 +74,7 @@ def test_ranks_agree_through_us_where_sglang_has_no_way(sglang, monkeypatch, has
     if has_its_own_way:
         monkeypatch.setattr(sglang.decode, "all_reduce_flags", None, raising=False)
     group = SimpleNamespace(size=lambda: num_ranks)
-    assert sglang.versions.ranks_to_agree(SimpleNamespace(gloo_group=group)) is (group if is_ours else None)
+    assert sglang.features.ranks_to_agree(SimpleNamespace(gloo_group=group)) is (group if is_ours else None)
 
 
 @pytest.mark.parametrize(("said", "agreed"), [((True, True), True), ((True, False), False), ((False, False), False)])
@@ -84,7 +84,7 @@ def test_what_is_so_on_all_ranks_is_so(sglang, said, agreed):
     store = dist.HashStore()
 
     def ask(rank: int) -> bool:
-        return sglang.versions.on_all_ranks(said[rank], dist.ProcessGroupGloo(store, rank, len(said)))
+        return sglang.features.on_all_ranks(said[rank], dist.ProcessGroupGloo(store, rank, len(said)))
 
     with ThreadPoolExecutor(len(said)) as ranks:
         assert list(ranks.map(ask, range(len(said)))) == [agreed] * len(said)
