@@ -236,7 +236,7 @@ def test_speculators_change_no_answer(pair: Pair, spec):
     wait_until_free(pair.servers, FREE_S)
 
 
-# --- a model of experts, which ranks share; and hybrids whose prefixes are cached ---
+# --- a model of experts, which ranks share ---
 
 # Between replicas (`--data-parallel-size`) vLLM's CPU back end has no way to share them.
 SHARED = PairSpec(
@@ -252,23 +252,6 @@ SHARED = PairSpec(
 def test_ranks_that_share_their_experts(pair: Pair, spec):
     check_equal(pair, prompts_of(SIZES))
     check_equal(pair, prompts_of(SIZES * 2, seed=1), at_once=8)
-    wait_until_free(pair.servers, FREE_S)
-
-
-# A prompt that is computed in several steps crashes vLLM's CPU back end there.
-CACHING = ("--enable-prefix-caching", "--max-num-batched-tokens", "4096")
-HYBRID = PairSpec("nemotron_h", ServerSpec("kv_producer", flags=CACHING), ServerSpec("kv_consumer", flags=CACHING))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("spec", [HYBRID], ids=["hybrid"])
-def test_prefixes_of_a_hybrid_are_cached_on_both_sides(pair: Pair, spec):
-    """A second turn begins with the first one; and the same again."""
-    for question in prompts_of((300, 2000), num_tokens=5):
-        longer = replace(question, prompt=question.prompt + question.prompt[:700])
-        for asked in (question, question, longer, longer):
-            answer = ask_disaggregated(pair.prefill, pair.decode, asked)
-            assert not judge(pair.prefill, pair.decode, asked, answer).problem
     wait_until_free(pair.servers, FREE_S)
 
 
