@@ -228,7 +228,8 @@ def test_what_a_request_says_beside_an_image_may_need_another_cache(
 
 
 def test_a_model_with_an_encoder_is_refused_when_it_starts(tmp_path: Path) -> None:
-    server = Pair.create(pair_of("whisper", "--max-model-len", "448"), "FerryConnector", tmp_path).prefill
+    spec = pair_of("whisper", "--max-model-len", "448")
+    server = Server(spec, spec.prefill, "FerryConnector", tmp_path / "prefill.log")
     with pytest.raises(StartError, match=r"found: an encoder-decoder model.*serve it without"), server.running():
         pass
 
