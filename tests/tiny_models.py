@@ -252,8 +252,6 @@ MODELS: dict[str, TinyModel] = {
     "paddle_ocr": with_media("PaddleOCRVL", SEEING_IN_PLANES),
     "qwen2_audio": with_media("Qwen2Audio", HEARING),
     "whisper": with_media("Whisper", TRANSCRIBING),
-    # In bfloat16 only, on CPUs.
-    "mixtral": TinyModel("Mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "falcon_h1": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 2}, HYBRID_FLAGS, 0),
     "falcon_h1_one_group": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 1}, HYBRID_FLAGS, 0),
 }

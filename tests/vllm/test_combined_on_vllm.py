@@ -236,25 +236,6 @@ def test_speculators_change_no_answer(pair: Pair, spec):
     wait_until_free(pair.servers, FREE_S)
 
 
-# --- a model of experts, which ranks share ---
-
-# Between replicas (`--data-parallel-size`) vLLM's CPU back end has no way to share them.
-SHARED = PairSpec(
-    "mixtral",
-    ServerSpec("kv_producer"),
-    ServerSpec("kv_consumer", tp=2, flags=("--enable-expert-parallel",)),
-    dtype="bfloat16",
-)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("spec", [SHARED], ids=["experts"])
-def test_ranks_that_share_their_experts(pair: Pair, spec):
-    check_equal(pair, prompts_of(SIZES))
-    check_equal(pair, prompts_of(SIZES * 2, seed=1), at_once=8)
-    wait_until_free(pair.servers, FREE_S)
-
-
 # --- long answers ---
 
 NUM_STREAMED = 20_000
