@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch  # noqa: F401 - before transformers, which complains in words of its own where it is missing
 import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils.chat_template_utils import _compile_jinja_template
