@@ -161,7 +161,8 @@ def test_the_stock_connectors_keys_are_accepted(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
     caplog.set_level(logging.INFO, "kvferry")
     settings({"backends": ["UCX"], "num_threads": 4, "enforce_handshake_compat": False})
-    assert len(caplog.records) == 2
+    # An agent of an earlier test may still say that it ends.
+    assert len([record for record in caplog.records if record.name == vllm_settings.__name__]) == 2
 
 
 @pytest.mark.parametrize(
