@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-__all__ = ["VLLM_ON_CPU", "EngineServer", "StartError", "hold_ports", "is_installed"]
+__all__ = ["VLLM_ON_CPU", "EnginePair", "EngineServer", "StartError", "hold_ports", "is_installed"]
 
 # A busy machine takes minutes to import an engine.
 START_S = 600.0
@@ -132,6 +132,32 @@ class EngineServer(ABC):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_S)
             self.kill()
+
+
+class EnginePair(ABC):
+    """A prefill and a decode server of one model, both ready between `start` and `stop`."""
+
+    @property
+    @abstractmethod
+    def servers(self) -> tuple[EngineServer, EngineServer]:
+        """Prefill and decode."""
+
+    def start(self) -> None:
+        """Start both at once and wait for both; ends both when one does not come up."""
+        try:
+            for server in self.servers:
+                server.start()
+            for server in self.servers:
+                server.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.terminate()
+        for server in self.servers:
+            server.stop()
 
 
 def hold_ports(held: contextlib.ExitStack, num_ports: int = 1) -> int:

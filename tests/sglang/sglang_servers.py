@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine_server import EngineServer, hold_ports
+from engine_server import EnginePair, EngineServer, hold_ports
 from tiny_models import model_folder
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -95,7 +95,7 @@ class SGLangServer(EngineServer):
         ]
 
 
-class Pair:
+class Pair(EnginePair):
     """A prefill and a decode server of one model, both ready."""
 
     def __init__(self, spec: PairSpec, logs: Path) -> None:
@@ -106,20 +106,3 @@ class Pair:
     @property
     def servers(self) -> tuple[SGLangServer, SGLangServer]:
         return self.prefill, self.decode
-
-    def start(self) -> None:
-        """Start both at once and wait for both; ends both when one does not come up."""
-        try:
-            for server in self.servers:
-                server.start()
-            for server in self.servers:
-                server.wait_until_ready()
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        for server in self.servers:
-            server.terminate()
-        for server in self.servers:
-            server.stop()

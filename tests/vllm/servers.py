@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_server import POLL_S, START_S, VLLM_ON_CPU, EngineServer, StartError, hold_ports
+from engine_server import POLL_S, START_S, VLLM_ON_CPU, EnginePair, EngineServer, StartError, hold_ports
 from tiny_models import MODELS, model_folder
 
 __all__ = ["DEVICE", "PLAIN", "Pair", "PairSpec", "Server", "ServerSpec", "StartError"]
@@ -96,8 +96,10 @@ class Server(EngineServer):
     def environment(self) -> dict[str, str]:
         return {**ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port), **dict(self.spec.environment)}
 
-    def warm_up(self) -> None:
-        """Answer once. vLLM compiles at its first steps, which on busy cores can take longer than a lease lasts."""
+    def wait_until_ready(self) -> None:
+        """And has answered once: vLLM compiles at its first steps, which on busy cores can take longer than a lease
+        lasts."""
+        super().wait_until_ready()
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
@@ -179,7 +181,7 @@ class Server(EngineServer):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(EnginePair):
     """A prefill and a decode server of one model, both ready."""
 
     spec: PairSpec
@@ -194,22 +196,3 @@ class Pair:
     @property
     def servers(self) -> tuple[Server, Server]:
         return self.prefill, self.decode
-
-    def start(self) -> None:
-        """Start both at once and wait for both; ends both when one does not come up."""
-        try:
-            for server in self.servers:
-                server.start()
-            for server in self.servers:
-                server.wait_until_ready()
-            for server in self.servers:
-                server.warm_up()
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        for server in self.servers:
-            server.terminate()
-        for server in self.servers:
-            server.stop()

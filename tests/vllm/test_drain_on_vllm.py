@@ -23,7 +23,6 @@ def server(tmp_path) -> Iterator[Server]:
     server.start()
     try:
         server.wait_until_ready()
-        server.warm_up()
         yield server
     finally:
         server.stop()
