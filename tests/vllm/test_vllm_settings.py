@@ -161,8 +161,10 @@ def test_the_stock_connectors_keys_are_accepted(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
     caplog.set_level(logging.INFO, "kvferry")
     settings({"backends": ["UCX"], "num_threads": 4, "enforce_handshake_compat": False})
-    # An agent of an earlier test may still say that it ends.
-    assert len([record for record in caplog.records if record.name == vllm_settings.__name__]) == 2
+    # Twice each where a connector of an earlier test has made our loggers speak through vLLM's handlers as well.
+    told = {record.getMessage() for record in caplog.records if record.name == vllm_settings.__name__}
+    ignored = ("enforce_handshake_compat", "num_threads")
+    assert told == {f"kvferry ignores {key}: it has no effect here" for key in ignored}
 
 
 @pytest.mark.parametrize(
