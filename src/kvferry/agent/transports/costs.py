@@ -16,8 +16,8 @@ LEAST_ROW_S = 1e-9
 # On one host a gather is a copy in memory, like a transfer. Measured as a factor, on 2 cores over NIXL's cma.
 GATHER_PER_WIRE = 1.2
 # A row costs about as long as copying so many bytes: from, to. A page of the other process has to be found, and NIXL
-# makes a system call for each. Measured on quiet cores with rows of 1 to 1.5 KiB: 3.4 KB in ours, 13 in NIXL's. What a
-# self-test beside busy engines says lies between nothing and ten times that.
+# makes a system call for each. From benchmarks/mixed_tp.py, 2 to 4, direct and wire: 3.4 KB in ours, 13 in NIXL's. A
+# self-test beside busy engines can say that a row costs nothing.
 COPIED_PER_ROW = {"cma": (2.5e3, 8e3), "cma/memory": (4e3, 24e3)}
 # Two cores that copy get on like one and a half: they share the memory.
 STAGES_PER_CORE = 0.75
