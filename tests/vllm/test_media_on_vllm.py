@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from answers import Comparison, difference, loaded_tokens, wait_until_free
-from crossing import route
+from crossing import metric, route
 from proxy import REMOTE_DECODE, Answer
 from servers import Pair, PairSpec, Server, ServerSpec, StartError
 from test_images_on_vllm import CHAT, FREE_S, TEXT, image
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.full
 
 COMPLETIONS = "/v1/completions"
 HITS = "vllm:prefix_cache_hits_total"
+EARLY = "kvferry_router_early_decodes_total"
 BLOCK_TOKENS = 128
 NUM_TOKENS = 8
 # Of log-probabilities, which differ by a hundredth of it or so where nothing else does.
@@ -234,19 +235,26 @@ def test_a_model_with_an_encoder_is_refused_when_it_starts(tmp_path: Path) -> No
         pass
 
 
-@pytest.fixture
-def router(pair: Pair, tmp_path: Path) -> Iterator[str]:
-    with route(pair.prefill.url, pair.decode.url, tmp_path / "router.log") as url:
-        yield url
+# How a router asks: decode after prefill, or both at once.
+ASKED: dict[str, tuple[str, ...]] = {"in turn": (), "at once": ("--early-decode-from", "1")}
+
+
+@pytest.fixture(params=ASKED)
+def router(pair: Pair, spec: PairSpec, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, float]]:
+    """Its address, and how many decode requests it sends before their prefill has ended, of one: of layers with windows
+    nothing leaves before."""
+    with route(pair.prefill.url, pair.decode.url, tmp_path / "router.log", *ASKED[request.param]) as url:
+        yield url, float(request.param == "at once" and spec is not PLANES)
 
 
 @pytest.mark.parametrize(("spec", "mix"), [(spec, mix) for mix, (spec, _) in MIXES.items()], ids=MIXES)
-def test_behind_our_router_it_is_the_same(pair: Pair, router: str, spec: PairSpec, mix: str) -> None:
-    body, (salt,) = MIXES[mix][1](7), salts(1)
+def test_behind_our_router_it_is_the_same(pair: Pair, router: tuple[str, float], spec: PairSpec, mix: str) -> None:
+    (url, num_early), body, (salt,) = router, MIXES[mix][1](7), salts(1)
     before = loaded_tokens(pair.decode)
     path = CHAT if "messages" in body else COMPLETIONS
-    status, headers, told = post(router, path, asked(body, salt))
+    status, headers, told = post(url, path, asked(body, salt))
     assert (status, headers["x-kvferry-path"]) == (200, "disaggregated"), told
     assert loaded_tokens(pair.decode) - before > BLOCK_TOKENS
+    assert metric(url, EARLY) == num_early
     assert problem(spec, pair.servers, body, answer_of(json.loads(told))) == ""
     wait_until_free(pair.servers, FREE_S)
