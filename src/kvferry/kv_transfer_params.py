@@ -30,7 +30,7 @@ __all__ = [
     *("early_params", "from_params", "number_of", "room_names", "room_of", "room_params", "to_params", "wants_early"),
 ]
 
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+NonEmptyName = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(max_length=64)]
 # Numbers only: looking up a name that a client has chosen would let it ask any name server and wait for the answer.
 ADDRESS = re.compile(r"tcp://(?:\[([0-9a-f:]{2,39})\]|([0-9.]{7,15})):([1-9][0-9]{0,4})", re.ASCII)
@@ -69,15 +69,15 @@ class RemoteCache:
 
 
 class _Ours(msgspec.Struct, frozen=True):
-    epoch: Name
-    lease_id: Name
+    epoch: NonEmptyName
+    lease_id: NonEmptyName
     addresses: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class _Params(msgspec.Struct, frozen=True):
     do_remote_prefill: bool
-    remote_engine_id: Name
-    remote_request_id: Name
+    remote_engine_id: NonEmptyName
+    remote_request_id: NonEmptyName
     kvferry: _Ours
 
 

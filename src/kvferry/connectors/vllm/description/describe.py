@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry import Memory
 from kvferry.connectors.vllm.description.attention import attention_parts, latent_parts
-from kvferry.connectors.vllm.description.facts import EngineFacts, LayerFacts, engine_facts, prefix_of
+from kvferry.connectors.vllm.description.engine_facts import EngineFacts, LayerFacts, engine_facts, prefix_of
 from kvferry.connectors.vllm.description.groups import GroupFacts
 from kvferry.connectors.vllm.description.parts import Cache, Part, Parts, unsupported
 from kvferry.connectors.vllm.description.recurrent import recurrent_parts

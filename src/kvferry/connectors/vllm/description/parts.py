@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connectors.vllm.description.facts import DRAFT_PREFIX, EngineFacts, LayerFacts
+from kvferry.connectors.vllm.description.engine_facts import DRAFT_PREFIX, EngineFacts, LayerFacts
 from kvferry.errors import LayoutError
 from kvferry.layout import CacheGroup, Span, State
 
