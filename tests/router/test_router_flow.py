@@ -35,6 +35,7 @@ PARAMS = b'{"remote_block_ids": [[1, 2]], "remote_num_tokens": 1e2}'
 PREFILLED = Answered(200, b'{"id": "x", "kv_transfer_params": ' + PARAMS + b"}")
 DIVIDED = decode_body(REQUEST, PARAMS)
 RESET, BUSY = Failed("reset", ""), Answered(429, b"{}")
+BROKEN = [(Failed("refused", ""), "refused"), (RESET, "reset"), (Failed("deadline", ""), "deadline")]
 
 
 def retry(role, reason):
@@ -85,6 +86,11 @@ def to_decoding():
     return (*to_prefilling(), (PREFILLED, [Send(D0, DIVIDED)]))
 
 
+def to_decode_alone():
+    """There is no prefill instance."""
+    return (*to_prefilling()[:2], (NoInstance(), [fallback("no_prefill_instance"), Send(D0, RAW)]))
+
+
 def to_second_decode(event=RESET, reason="reset"):
     """The first one has failed so, and a prefill for the other one is asked."""
     return (
@@ -125,23 +131,14 @@ def test_nothing_is_prefilled_without_a_decode_instance():
 
 def test_without_a_prefill_instance_decode_serves_alone():
     flow = new_flow()
-    play(
-        flow,
-        (Began(), [pick(Role.DECODE)]),
-        (Picked(D0), [pick(Role.PREFILL)]),
-        (NoInstance(), [fallback("no_prefill_instance"), Send(D0, RAW)]),
-        (Opened(True), [Relay()]),
-        (Ended(), []),
-    )
+    play(flow, *to_decode_alone(), (Opened(True), [Relay()]), (Ended(), []))
     assert flow.path is Path.DECODE_ONLY
 
 
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
-        (Failed("refused", ""), "refused"),
-        (RESET, "reset"),
-        (Failed("deadline", ""), "deadline"),
+        *BROKEN,
         (BUSY, "status_429"),
         (Answered(500, b"{}"), "status_500"),
         (Answered(503, b""), "status_503"),
@@ -202,14 +199,7 @@ def test_a_prefill_without_parameters_leaves_decode_alone(body):
     assert flow.path is Path.DECODE_ONLY
 
 
-@pytest.mark.parametrize(
-    ("event", "reason"),
-    [
-        (Failed("refused", ""), "refused"),
-        (RESET, "reset"),
-        (Failed("deadline", ""), "deadline"),
-    ],
-)
+@pytest.mark.parametrize(("event", "reason"), BROKEN)
 def test_a_failed_decode_is_tried_once_elsewhere_with_a_fresh_prefill(event, reason):
     flow = new_flow()
     fresh = b'{"lease": 2}'
@@ -236,9 +226,7 @@ def test_a_decode_only_request_is_tried_elsewhere_without_a_prefill():
     flow = new_flow()
     play(
         flow,
-        (Began(), [pick(Role.DECODE)]),
-        (Picked(D0), [pick(Role.PREFILL)]),
-        (NoInstance(), [fallback("no_prefill_instance"), Send(D0, RAW)]),
+        *to_decode_alone(),
         (RESET, [failed(Role.DECODE, "reset"), pick_alone(D0)]),
         (Picked(D1), [retry(Role.DECODE, "reset"), Send(D1, RAW)]),
     )
