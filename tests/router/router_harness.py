@@ -279,6 +279,15 @@ class Cluster:
         async with self.session.get(self.url + "/kvferry/members") as response:
             return await response.json()
 
+    async def leave(self, body: object = None) -> None:
+        """A client leaves when every engine has a request of its own: all of them end."""
+        engines = (*self.prefill, *self.decode)
+        asking = asyncio.create_task(self.complete(body))
+        await asyncio.gather(*(engine.arrived.wait() for engine in engines))
+        asking.cancel()
+        await asyncio.gather(*(engine.left.wait() for engine in engines))
+        await self.until_idle()
+
     async def until_health_changes(self) -> None:
         changed = self.app.state.pool.changed
         await changed.wait()

@@ -16,6 +16,12 @@ USAGE = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"
 NO_ROOM = "Invalid request: Disaggregated request received without bootstrap room id."
 
 
+def room_fields(host: str, port: int, number: int) -> dict[str, object]:
+    """What our router tells SGLang of a room."""
+    place = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": number}
+    return {**place, "rid": None, "disagg_prefill_dp_rank": None}
+
+
 @dataclass
 class Meeting:
     """Of a prefill and a decode request."""

@@ -13,7 +13,6 @@ from aiohttp import web
 from router_harness import (
     DONE,
     ONE,
-    TRANSFER,
     Engine,
     answer,
     chat_chunk,
@@ -30,8 +29,9 @@ from router_harness import (
     streaming,
 )
 from test_router_flow import D0, P0, REQUEST, failed, pick, play
+from test_router_release import OURS, PARAMS, released
 
-from kvferry.router.commands import Cancel, Forward, Relay, Release, Send
+from kvferry.router.commands import Cancel, Forward, Relay, Send
 from kvferry.router.config import PrefillFallback
 from kvferry.router.events import PREFILL_LOST, TOO_LATE, Answered, Began, ClientGone, Failed, Opened, Picked, Promised
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
@@ -49,11 +49,8 @@ from kvferry.router.telemetry.request_timing import RequestTiming, without_begin
 from kvferry.router.telemetry.tracing import UpstreamTrace
 from kvferry.router.upstream.http_client import HttpRequest
 
-PARAMS = b'{"do_remote_prefill": true, "kvferry": {"lease_id": "x"}}'
-OURS = {**TRANSFER, "kvferry": {"lease_id": "x"}}
 PROMISE = frame({"choices": [], "kv_transfer_params": OURS})
 EARLY_BODY = prefill_body(REQUEST, is_early=True)
-RELEASED = Release(P0, b'{"kv_transfer_params": ' + PARAMS + b"}", "client_left")
 EARLY_DECODES = "kvferry_router_early_decodes_total"
 ERRORS = 'kvferry_router_upstream_errors_total{reason="%s",role="prefill"}'
 LONG = {"model": "tiny", "prompt": "a" * 4000, "max_tokens": 9}
@@ -118,24 +115,17 @@ def test_how_a_stream_has_ended(body, failure):
     ("event", "commands"),
     [
         (Opened(can_append=True), [Relay()]),
-        (ClientGone(), [RELEASED, Cancel()]),
-        (
-            Failed("reset", "x"),
-            [
-                failed(Role.DECODE, "reset"),
-                Release(P0, RELEASED.body, "decode_failed"),
-                pick(Role.DECODE, D0),
-            ],
-        ),
+        (ClientGone(), [released("client_left"), Cancel()]),
+        (Failed("reset", "x"), [failed(Role.DECODE, "reset"), released("decode_failed"), pick(Role.DECODE, D0)]),
         (
             Answered(502, b'{"error": {"code": "aborted"}}'),
-            [failed(Role.DECODE, "aborted"), Release(P0, RELEASED.body, "decode_failed"), pick(Role.DECODE, P0)],
+            [failed(Role.DECODE, "aborted"), released("decode_failed"), pick(Role.DECODE, P0)],
         ),
         (
             Failed(PREFILL_LOST, "x"),
-            [failed(Role.DECODE, PREFILL_LOST), Release(P0, RELEASED.body, "decode_failed"), pick(Role.DECODE, P0)],
+            [failed(Role.DECODE, PREFILL_LOST), released("decode_failed"), pick(Role.DECODE, P0)],
         ),
-        (Answered(400, b"{}"), [Release(P0, RELEASED.body, "decode_refused"), Forward()]),
+        (Answered(400, b"{}"), [released("decode_refused"), Forward()]),
     ],
 )
 def test_decode_is_asked_with_the_promise_and_judged_as_ever(event, commands):
@@ -376,12 +366,8 @@ async def test_otherwise_the_prompt_is_computed_first(info, from_tokens, body):
 async def test_a_client_that_leaves_ends_both_requests():
     p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
     async with cluster([p], [d], early_from_tokens=1) as c:
-        asking = asyncio.create_task(c.complete(LONG))
-        await d.arrived.wait()
-        asking.cancel()
-        await asyncio.gather(p.left.wait(), d.left.wait())
+        await c.leave(LONG)
         assert await p.released.get() == {"kv_transfer_params": OURS}
-        await c.until_idle()
 
 
 BAD_ENDS = [

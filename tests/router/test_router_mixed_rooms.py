@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 from aiohttp import web
 from router_harness import DONE, answer, cluster, failing, hanging, resetting
-from sglang_stubs import BACKEND, USAGE, Rooms, other_decode, other_prefill, sglang_decode, sglang_prefill
+from sglang_stubs import BACKEND, USAGE, Rooms, other_decode, other_prefill, room_fields, sglang_decode, sglang_prefill
 from test_router_flow import D0, D1, P0, P1, RAW, REQUEST, failed, fallback, pick, pick_alone, play, retry
-from test_router_rooms import rooms_of
+from test_router_rooms import expect_another_prefill, rooms_of
 
 from kvferry.kv_transfer_params import from_params, room_names, room_of, room_params
 from kvferry.router.commands import Cancel, Count, Counted, Forward, Relay, Release, Send, Start
@@ -104,14 +103,7 @@ def test_who_only_decodes_in_a_room_need_not_say_where_it_listens():
 
 def test_each_engine_is_told_of_a_room_in_its_own_words():
     room = room_between(PREFILL, SGLANG, OURS, NUMBER)
-    theirs = {
-        "bootstrap_host": "10.0.0.5",
-        "bootstrap_port": 8998,
-        "bootstrap_room": NUMBER,
-        "rid": None,
-        "disagg_prefill_dp_rank": None,
-    }
-    assert json.loads(room.prefill) == theirs
+    assert json.loads(room.prefill) == room_fields("10.0.0.5", 8998, NUMBER)
     params = json.loads(room.decode)["kv_transfer_params"]
     assert (params["remote_host"], params["remote_port"], params["kvferry"]) == ("10.0.0.5", 8998, {"room": NUMBER})
     assert params["do_remote_prefill"]
@@ -124,14 +116,7 @@ def test_a_prefill_of_others_is_asked_to_keep_what_sglang_will_read(info, host):
     params = json.loads(room.prefill)["kv_transfer_params"]
     assert params["do_remote_decode"]
     assert room_of(params) == NUMBER
-    place = {
-        "bootstrap_host": host,
-        "bootstrap_port": info.bootstrap_port,
-        "bootstrap_room": NUMBER,
-        "rid": None,
-        "disagg_prefill_dp_rank": None,
-    }
-    assert json.loads(room.decode) == place
+    assert json.loads(room.decode) == room_fields(host, info.bootstrap_port, NUMBER)
     kept = from_params(json.loads(room.kept), "any host").reference
     assert (kept.request_id, kept.lease_id) == room_names(NUMBER)
 
@@ -289,13 +274,7 @@ async def test_another_engine_prefills_for_sglang():
         (room,) = rooms_of(d)
         assert asked.body["kv_transfer_params"] == {"do_remote_decode": True, "kvferry": {"room": room}}
         assert (asked.body["max_tokens"], asked.body["stream"]) == (1, False)
-        place = {
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": 9007,
-            "bootstrap_room": room,
-            "rid": None,
-            "disagg_prefill_dp_rank": None,
-        }
+        place = room_fields("127.0.0.1", 9007, room)
         assert {name: served.body[name] for name in place} == place
         assert p.released.empty()
         assert await c.metric("kvferry_router_early_decodes_total") == 0
@@ -324,11 +303,7 @@ async def test_a_second_try_may_be_a_pair_of_another_kind(behave):
         sglang_decode(rooms, kvferry=BACKEND),
     )
     async with cluster([bad, good], [d]) as c:
-        assert (await c.complete()).status == 200
-        assert len(set(rooms_of(d))) == len(d.seen) == 2
-        assert (len(bad.seen), len(good.seen)) == (1, 1)
-        assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
-        await c.until_idle()
+        await expect_another_prefill(c)
 
 
 def after_prefill(rooms: Rooms):
@@ -360,11 +335,7 @@ async def test_a_client_that_leaves_ends_both(direction):
     else:
         p, d = other_prefill(rooms, hanging), sglang_decode(rooms, kvferry=BACKEND)
     async with cluster([p], [d]) as c:
-        asking = asyncio.create_task(c.complete())
-        await asyncio.gather(p.arrived.wait(), d.arrived.wait())
-        asking.cancel()
-        await asyncio.gather(p.left.wait(), d.left.wait())
-        await c.until_idle()
+        await c.leave()
         if direction == "to SGLang":
             assert (await p.released.get())["kv_transfer_params"]["kvferry"] == {"room": rooms_of(d)[0]}
 

@@ -14,6 +14,7 @@ from router_harness import (
     DONE,
     ONE,
     STREAM,
+    Cluster,
     Engine,
     answer,
     cluster,
@@ -27,7 +28,7 @@ from router_harness import (
     resetting,
     streaming,
 )
-from sglang_stubs import NO_ROOM, USAGE, Rooms, sglang_decode, sglang_engine, sglang_prefill
+from sglang_stubs import NO_ROOM, USAGE, Rooms, room_fields, sglang_decode, sglang_engine, sglang_prefill
 from test_router_flow import D0, D1, P0, P1, RAW, REQUEST, failed, fallback, pick, pick_alone, play, retry
 
 from kvferry.kv_transfer_params import MAX_ROOM
@@ -141,8 +142,7 @@ def test_prefill_is_asked_for_the_token_that_the_client_will_get():
 
 def test_a_room_is_where_the_prefill_instance_says_or_at_the_host_of_its_url():
     info, decodes = EngineInfo(handover=Handover.ROOM, bootstrap_port=8998), EngineInfo(handover=Handover.ROOM)
-    room = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": MAX_ROOM}
-    room |= {"rid": None, "disagg_prefill_dp_rank": None}
+    room = room_fields("10.0.0.5", 8998, MAX_ROOM)
     prefill = Instance("http://10.0.0.5:30000", Role.PREFILL)
     assert fields_of(room_between(prefill, info, decodes, MAX_ROOM)) == [room, room]
     info = EngineInfo(handover=Handover.ROOM, bootstrap_host="10.1.0.5", bootstrap_port=8998)
@@ -380,6 +380,16 @@ def rooms_of(engine: Engine) -> list[int]:
     return [seen.body["bootstrap_room"] for seen in engine.seen]
 
 
+async def expect_another_prefill(c: Cluster) -> None:
+    """The first prefill instance fails a request, and the second one serves it in another room."""
+    (bad, good), (d,) = c.prefill, c.decode
+    assert (await c.complete()).status == 200
+    assert len(set(rooms_of(d))) == len(d.seen) == 2
+    assert (len(bad.seen), len(good.seen)) == (1, 1)
+    assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
+    await c.until_idle()
+
+
 async def test_a_request_is_served_by_two_servers_that_meet():
     rooms = Rooms()
     p, d = sglang_prefill(rooms, port=8765), sglang_decode(rooms)
@@ -494,11 +504,7 @@ async def test_a_client_that_leaves_ends_both(waiting):
     else:
         d.behave = hanging
     async with cluster([p], [d]) as c:
-        asking = asyncio.create_task(c.complete())
-        await asyncio.gather(p.arrived.wait(), d.arrived.wait())
-        asking.cancel()
-        await asyncio.gather(p.left.wait(), d.left.wait())
-        await c.until_idle()
+        await c.leave()
 
 
 async def test_the_time_of_a_request_ends_both():
@@ -517,12 +523,8 @@ async def test_a_prefill_that_fails_is_replaced_at_once(behave, reason):
     rooms = Rooms()
     bad, good, d = sglang_prefill(rooms, behave), sglang_prefill(rooms, port=9000), sglang_decode(rooms)
     async with cluster([bad, good], [d]) as c:
-        assert (await c.complete()).status == 200
-        assert len(set(rooms_of(d))) == len(d.seen) == 2
-        assert (len(bad.seen), len(good.seen)) == (1, 1)
+        await expect_another_prefill(c)
         assert await c.metric(f'kvferry_router_upstream_errors_total{{reason="{reason}",role="prefill"}}') == 1
-        assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
-        await c.until_idle()
 
 
 async def test_an_error_of_prefill_is_held_against_the_pair():
