@@ -5,17 +5,23 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from asking import alone, first_logprobs, prompts_of
+from asking import alone, prompts_of
 from other_engines import OtherSpec
-from routed import completion, post, routing, stream, tokens_of, told
+from routed import completion, post, routing, tokens_of, told
 from sglang_servers import PairSpec, SideSpec
+from test_sglang_router import (
+    expect_answer,
+    expect_first_logprobs,
+    expect_free_without_client,
+    expect_none_served_without,
+    expect_several_at_once,
+    expect_stream,
+)
 from tiny_models import VOCAB_SIZE
 
 NAMED = ("--served-model-name", "tiny")
 SPEC = PairSpec("llama", SideSpec(16, flags=NAMED), SideSpec(16, flags=NAMED))
 ENGINES = [OtherSpec("transformers", "llama", 64), OtherSpec("vllm", "llama", 64)]
-# From a client that leaves in the middle of a long answer.
-LEAVES_AFTER_S = 3.0
 
 every_engine = pytest.mark.parametrize(("spec", "other_spec"), [(SPEC, one) for one in ENGINES], ids=str)
 embedded = pytest.mark.parametrize(("spec", "other_spec"), [(SPEC, ENGINES[0])], ids=str)
@@ -48,11 +54,7 @@ def test_the_router_finds_out_that_the_two_can_meet(router):
 @both_ways
 def test_answers_are_the_whole_models(router, spec, direction):
     for prompt in prompts_of((1, 16, 17, 64, 65, 300, 1500), seed=41):
-        status, headers, answer = post(router, completion(prompt))
-        assert status == 200, answer
-        assert headers["x-kvferry-path"] == "disaggregated"
-        assert tokens_of(answer) == alone(spec.model, prompt)
-        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        headers = expect_answer(router, spec.model, prompt)
         if direction == "from SGLang" and len(prompt) > 1:
             assert headers["x-kvferry-cache"] == "received"
     router.until_idle()
@@ -62,9 +64,7 @@ def test_answers_are_the_whole_models(router, spec, direction):
 @both_ways
 def test_streams_are_the_whole_models(router, spec):
     for prompt in prompts_of((40, 500), seed=42):
-        events = stream(router, completion(prompt, stream_options={"include_usage": True}))
-        assert [token for event in events for token in tokens_of(event)] == alone(spec.model, prompt)
-        assert events[-1]["usage"]["prompt_tokens"] == len(prompt)
+        expect_stream(router, spec.model, prompt)
 
 
 @every_engine
@@ -82,30 +82,20 @@ def test_what_a_client_asks_for_is_passed_to_whom_it_concerns(router, spec):
 @to_sglang
 def test_the_first_token_has_its_logprobs(router, spec):
     (prompt,) = prompts_of((40,), seed=44)
-    status, _, answer = post(router, completion(prompt, logprobs=1))
-    assert status == 200, answer
-    expected = float(first_logprobs(spec.model, prompt).max())
-    assert answer["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(expected, abs=1e-4)
+    expect_first_logprobs(router, spec.model, prompt)
 
 
 @every_engine
 @both_ways
 def test_several_at_once(router, spec):
-    prompts = prompts_of([30 + 50 * number for number in range(8)], seed=45)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: post(router, completion(prompt)), prompts))
-    assert [tokens_of(answer) for _, _, answer in answers] == [alone(spec.model, prompt) for prompt in prompts]
-    router.until_idle()
+    expect_several_at_once(router, spec.model, seed=45)
 
 
 @every_engine
 @both_ways
 def test_a_client_that_leaves_frees_both(router, spec):
     (prompt,) = prompts_of((60,), seed=46)
-    with pytest.raises(TimeoutError):
-        post(router, completion(prompt, max_tokens=6000), within_s=LEAVES_AFTER_S)
-    router.until_idle()
-    assert tokens_of(post(router, completion(prompt))[2]) == alone(spec.model, prompt)
+    expect_free_without_client(router, spec.model, prompt, leaves_after_s=3.0)
 
 
 @every_engine
@@ -127,16 +117,4 @@ def test_a_decode_that_computes_answers_without_sglang(router, pair, spec):
 @to_sglang
 def test_without_its_prefill_sglang_answers_nobody_until_that_is_back(router, other, spec):
     """vLLM is a process of its own, which outlives the one that has started it where that is killed."""
-    (long, prompt) = prompts_of((7000, 60), seed=48)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(post, router, completion(long))
-        other.kill()
-        status, _, answer = waiting.result()
-    assert (status, answer["error"]["code"]) in ((502, "prefill_failed"), (503, "prefill_unavailable"))
-    status, _, answer = post(router, completion(prompt))
-    assert (status, answer["error"]["code"]) in ((502, "prefill_failed"), (503, "prefill_unavailable"))
-    other.start()
-    other.wait_until_ready()
-    router.wait_until_ready()
-    assert tokens_of(post(router, completion(prompt))[2]) == alone(spec.model, prompt)
-    router.until_idle()
+    expect_none_served_without(other, router, spec.model, seed=48)

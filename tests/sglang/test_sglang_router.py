@@ -30,6 +30,61 @@ def router(pair, tmp_path):
         yield router
 
 
+def expect_answer(router, model, prompt):
+    """Two servers serve it, and its answer is the whole model's; the headers of that."""
+    status, headers, answer = post(router, completion(prompt))
+    assert status == 200, answer
+    assert headers["x-kvferry-path"] == "disaggregated"
+    assert tokens_of(answer) == alone(model, prompt)
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    return headers
+
+
+def expect_stream(router, model, prompt):
+    """The same of a stream."""
+    events = stream(router, completion(prompt, stream_options={"include_usage": True}))
+    assert [token for event in events for token in tokens_of(event)] == alone(model, prompt)
+    assert events[-1]["usage"]["prompt_tokens"] == len(prompt)
+
+
+def expect_first_logprobs(router, model, prompt):
+    status, _, answer = post(router, completion(prompt, logprobs=1))
+    assert status == 200, answer
+    expected = float(first_logprobs(model, prompt).max())
+    assert answer["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(expected, abs=1e-4)
+
+
+def expect_several_at_once(router, model, seed):
+    prompts = prompts_of([30 + 50 * number for number in range(8)], seed)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: post(router, completion(prompt)), prompts))
+    assert [tokens_of(answer) for _, _, answer in answers] == [alone(model, prompt) for prompt in prompts]
+    router.until_idle()
+
+
+def expect_free_without_client(router, model, prompt, leaves_after_s):
+    """Its client leaves in the middle of a long answer: that frees all, and the same prompt is served again."""
+    with pytest.raises(TimeoutError):
+        post(router, completion(prompt, max_tokens=6000), within_s=leaves_after_s)
+    router.until_idle()
+    assert tokens_of(post(router, completion(prompt))[2]) == alone(model, prompt)
+
+
+def expect_none_served_without(prefill, router, model, seed):
+    """The prefill server is killed amid a request: that one and the next one fail, until its next start."""
+    amid, prompt = prompts_of((7000, 60), seed)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, router, completion(amid))
+        prefill.kill()
+    for status, _, answer in (waiting.result(), post(router, completion(prompt))):
+        assert (status, answer["error"]["code"]) in ((502, "prefill_failed"), (503, "prefill_unavailable"))
+    prefill.start()
+    prefill.wait_until_ready()
+    router.wait_until_ready()
+    assert tokens_of(post(router, completion(prompt))[2]) == alone(model, prompt)
+    router.until_idle()
+
+
 @with_several_engines
 def test_a_server_says_where_its_backend_listens(pair, spec):
     prefill, decode = (told(f"{server.url}/server_info")["kvferry"] for server in pair.servers)
@@ -40,19 +95,13 @@ def test_a_server_says_where_its_backend_listens(pair, spec):
 @with_several_engines
 def test_answers_are_the_whole_models(router, spec):
     for prompt in prompts_of((1, 16, 17, 300, 1500), seed=21):
-        status, headers, answer = post(router, completion(prompt))
-        assert status == 200, answer
-        assert headers["x-kvferry-path"] == "disaggregated"
-        assert tokens_of(answer) == alone(spec.model, prompt)
-        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        expect_answer(router, spec.model, prompt)
 
 
 @one_pair
 def test_streams_are_the_whole_models(router, spec):
     for prompt in prompts_of((40, 500), seed=22):
-        events = stream(router, completion(prompt, stream_options={"include_usage": True}))
-        assert [token for event in events for token in tokens_of(event)] == alone(spec.model, prompt)
-        assert events[-1]["usage"]["prompt_tokens"] == len(prompt)
+        expect_stream(router, spec.model, prompt)
 
 
 @one_pair
@@ -68,28 +117,18 @@ def test_a_chat_reads_the_same_as_a_stream_and_whole(router, spec):
 @one_pair
 def test_the_first_token_has_its_logprobs(router, spec):
     (prompt,) = prompts_of((40,), seed=23)
-    status, _, answer = post(router, completion(prompt, logprobs=1))
-    assert status == 200, answer
-    expected = float(first_logprobs(spec.model, prompt).max())
-    assert answer["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(expected, abs=1e-4)
+    expect_first_logprobs(router, spec.model, prompt)
 
 
 @one_pair
 def test_several_at_once(router, spec):
-    prompts = prompts_of([30 + 50 * number for number in range(8)], seed=24)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: post(router, completion(prompt)), prompts))
-    assert [tokens_of(answer) for _, _, answer in answers] == [alone(spec.model, prompt) for prompt in prompts]
-    router.until_idle()
+    expect_several_at_once(router, spec.model, seed=24)
 
 
 @one_pair
 def test_a_client_that_leaves_ends_both_requests(router, pair, spec):
     (prompt,) = prompts_of((60,), seed=25)
-    with pytest.raises(TimeoutError):
-        post(router, completion(prompt, max_tokens=6000), within_s=2)
-    router.until_idle()
-    assert tokens_of(post(router, completion(prompt))[2]) == alone(spec.model, prompt)
+    expect_free_without_client(router, spec.model, prompt, leaves_after_s=2.0)
 
 
 @one_pair
@@ -115,16 +154,4 @@ def test_a_prompt_that_is_too_long_is_the_engines_word(router, spec):
 
 @one_pair
 def test_a_prefill_that_is_killed_fails_its_requests_and_its_next_start_serves(router, pair, spec):
-    (prompt, other) = prompts_of((7000, 60), seed=28)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(post, router, completion(prompt))
-        pair.prefill.kill()
-        status, _, answer = waiting.result()
-    assert (status, answer["error"]["code"]) in ((502, "prefill_failed"), (503, "prefill_unavailable"))
-    status, _, answer = post(router, completion(other))
-    assert (status, answer["error"]["code"]) in ((502, "prefill_failed"), (503, "prefill_unavailable"))
-    pair.prefill.start()
-    pair.prefill.wait_until_ready()
-    router.wait_until_ready()
-    assert tokens_of(post(router, completion(other))[2]) == alone(spec.model, other)
-    router.until_idle()
+    expect_none_served_without(pair.prefill, router, spec.model, seed=28)
