@@ -10,8 +10,9 @@ import random
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -86,12 +87,6 @@ def sides(pair: Pair, way: str) -> tuple[Server, Server]:
     return both
 
 
-def long_question() -> Question:
-    """One whose answer says why it has failed, for which a caller gives it an id."""
-    (question,) = prompts_of((VERY_LONG,))
-    return replace(question, request_id=question.salt)
-
-
 def wait_for(server: Server, metric: str, is_right: Callable[[float], bool]) -> None:
     deadline = time.monotonic() + SOON_S
     while not is_right(server.metric(metric)):
@@ -100,6 +95,19 @@ def wait_for(server: Server, metric: str, is_right: Callable[[float], bool]) -> 
 
 def wait_until_moved(server: Server, before: float) -> None:
     wait_for(server, MOVED, lambda moved: moved > before)
+
+
+@contextmanager
+def moving(source: Server, target: Server) -> Iterator[tuple[Stream, Future[Answer]]]:
+    """An early prefill, and the decode request that some of its cache has come for already."""
+    (question,) = prompts_of((VERY_LONG,))
+    # An answer says why it has failed where a caller gives it an id.
+    question = replace(question, request_id=question.salt)
+    before = source.metric(MOVED)
+    with Stream(source, question) as stream, ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(decode, target, question, stream.params)
+        wait_until_moved(source, before)
+        yield stream, decoding
 
 
 def refusal(decoding: Future[Any]) -> str:
@@ -161,12 +169,7 @@ def test_prompts_of_any_size_and_several_at_once(pair, spec, way):
 @WAYS
 @ON_BOTH
 def test_a_client_that_leaves_takes_the_promise_back(pair, spec, way):
-    source, target = sides(pair, way)
-    question = long_question()
-    before = source.metric(MOVED)
-    with Stream(source, question) as stream, ThreadPoolExecutor(1) as pool:
-        decoding = pool.submit(decode, target, question, stream.params)
-        wait_until_moved(source, before)
+    with moving(*sides(pair, way)) as (stream, decoding):
         stream.leave()
         assert refusal(decoding) == "expired"
     wait_until_free(pair.servers, FREE_S)
@@ -192,11 +195,7 @@ def test_a_decode_request_that_leaves_costs_the_prefill_nothing(pair, spec, way)
 def test_blocks_that_vllm_takes_away_are_never_used(pair, spec, way):
     """All requests that run are preempted: their blocks are free at once, and the prompt is computed from the start."""
     source, target = sides(pair, way)
-    question = long_question()
-    before = source.metric(MOVED)
-    with Stream(source, question) as stream, ThreadPoolExecutor(1) as pool:
-        decoding = pool.submit(decode, target, question, stream.params)
-        wait_until_moved(source, before)
+    with moving(source, target) as (stream, decoding):
         preempt(source)
         assert refusal(decoding) == "expired"
         assert len(stream.tokens()) == 1
