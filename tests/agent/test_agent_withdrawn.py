@@ -44,32 +44,22 @@ class LastLook:
         return arrivals
 
 
-def take_back_while_copying(agent, take_back):
-    """Has the engine take the blocks back while a transport of the agent's copies out of them."""
-    carrier = agent._event_loop.transports
-    poll = carrier.poll
+def take_back_before(kind, of):
+    """Has the engine take the blocks back just before the agent sees such an event of the part of this name."""
 
-    def polled():
-        events = poll()
-        if any(isinstance(event, TicketEnded) for event in events):
-            take_back()
-        return events
+    def meddle(agent, take_back):
+        part = getattr(agent._event_loop, of)
+        poll = part.poll
 
-    carrier.poll = polled
+        def polled():
+            events = poll()
+            if any(isinstance(event, kind) for event in events):
+                take_back()
+            return events
 
+        part.poll = polled
 
-def take_back_while_gathering(agent, take_back):
-    """Has the engine take the blocks back while they are gathered into the target's own slots."""
-    staging = agent._event_loop.staging
-    poll = staging.poll
-
-    def polled():
-        events = poll()
-        if any(isinstance(event, Staged) for event in events):
-            take_back()
-        return events
-
-    staging.poll = polled
+    return meddle
 
 
 class LateEnd:
@@ -113,11 +103,13 @@ def take_back_while_digesting(agent, take_back):
     digester.run = digested
 
 
+# While a transport of the agent's copies out of them, and while they are gathered into the target's own slots.
+WHILE_COPYING, WHILE_GATHERING = take_back_before(TicketEnded, "transports"), take_back_before(Staged, "staging")
 WAYS = {
     "read": ({}, LastLook, host_mover),
-    "pushed": ({"direction": Direction.WRITE}, take_back_while_copying, host_mover),
-    "packed": ({"staging": PACKED}, take_back_while_copying, wire_only),
-    "packed in place": ({"staging": PACKED}, take_back_while_gathering, host_mover),
+    "pushed": ({"direction": Direction.WRITE}, WHILE_COPYING, host_mover),
+    "packed": ({"staging": PACKED}, WHILE_COPYING, wire_only),
+    "packed in place": ({"staging": PACKED}, WHILE_GATHERING, host_mover),
     "packed in place, seen late": ({"staging": PACKED}, LateEnd, host_mover),
     "digested": ({"digest": DigestPolicy.FULL}, take_back_while_digesting, host_mover),
 }

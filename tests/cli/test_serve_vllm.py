@@ -83,14 +83,21 @@ def test_the_command_and_the_agent_have_one_default_of_staging_memory():
     assert inspect.signature(main.serve).parameters["staging_mib"].default << 20 == STAGING_BYTES
 
 
-@pytest.mark.parametrize(("given", "staging_bytes"), [([], None), (["--staging-mib", "64"], 64 << 20)])
-def test_staging_memory_is_the_connectors_own_unless_chosen(given, staging_bytes, monkeypatch, tmp_path):
+def chosen(given, monkeypatch, tmp_path) -> ServeOptions:
+    """What `kvferry serve --engine vllm` makes of these arguments."""
     seen = []
     monkeypatch.setattr("kvferry.cli.engine_choice.check_installed", lambda engine: None)
     monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: seen.append(options) or 0)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path), *given])
     assert result.exit_code == 0, result.output
-    transfer = json.loads(after(vllm_command(seen[0], 1), "--kv-transfer-config"))
+    (only,) = seen
+    return only
+
+
+@pytest.mark.parametrize(("given", "staging_bytes"), [([], None), (["--staging-mib", "64"], 64 << 20)])
+def test_staging_memory_is_the_connectors_own_unless_chosen(given, staging_bytes, monkeypatch, tmp_path):
+    command = vllm_command(chosen(given, monkeypatch, tmp_path), 1)
+    transfer = json.loads(after(command, "--kv-transfer-config"))
     assert transfer["kv_connector_extra_config"].get("staging_bytes") == staging_bytes
 
 
@@ -98,12 +105,7 @@ def test_staging_memory_is_the_connectors_own_unless_chosen(given, staging_bytes
     ("given", "drain_s"), [([], 30.0), (["--as-child"], 0.0), (["--as-child", "--drain-timeout", "5"], 5.0)]
 )
 def test_vllm_may_drain_unless_whoever_started_us_is_in_a_hurry(given, drain_s, monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr("kvferry.cli.engine_choice.check_installed", lambda engine: None)
-    monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: seen.append(options) or 0)
-    result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path), *given])
-    assert result.exit_code == 0, result.output
-    assert [options.drain_timeout for options in seen] == [drain_s]
+    assert chosen(given, monkeypatch, tmp_path).drain_timeout == drain_s
 
 
 def test_the_buffer_device_is_vllms_own_key_and_its_own_unless_chosen():

@@ -78,6 +78,14 @@ def alone(site, prompt, max_tokens=12):
     return Asking(site.spare.url, body).answer()["choices"][0]["token_ids"]
 
 
+def streaming(site, prompt, max_tokens):
+    """A stream that has begun."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    stream = Asking(site.router.url, body)
+    assert stream.began.wait(DEADLINE_S)
+    return stream
+
+
 def failures(site):
     """All transfers that failed at the decode engine."""
     return sum(samples(site.d.url, "kvferry_engine_transfer_failures_total"))
@@ -192,9 +200,7 @@ def test_a_source_that_is_killed_with_a_held_read_and_before_one(site):
 @pytest.mark.chaos
 def test_a_source_that_is_killed_after_the_read_is_not_missed(site):
     prompt = prompt_of(100, seed=7)
-    body = {"prompt": prompt, "max_tokens": 300, "stream": True, "ignore_eos": True}
-    stream = Asking(site.router.url, body)
-    assert stream.began.wait(DEADLINE_S)
+    stream = streaming(site, prompt, 300)
     site.p.kill()
     assert stream.token_ids() == alone(site, prompt, 300)
     assert stream.headers["x-kvferry-cache"] == "received"
@@ -237,9 +243,7 @@ def test_a_target_that_is_stopped_during_the_read_comes_too_late(site):
 
 @pytest.mark.chaos
 def test_a_decode_engine_that_is_stopped_while_it_answers_is_a_deadline(site):
-    body = {"prompt": prompt_of(60, seed=22), "max_tokens": 4000, "stream": True, "ignore_eos": True}
-    stream = Asking(site.router.url, body)
-    assert stream.began.wait(DEADLINE_S)
+    stream = streaming(site, prompt_of(60, seed=22), 4000)
     with site.d.stopped():
         stopped = time.monotonic()
         error = json.loads(stream.lines()[-1])["error"]
@@ -298,10 +302,8 @@ def test_a_client_that_leaves_during_the_transfer(site):
 
 
 def test_a_client_that_leaves_during_decode(site):
-    body = {"prompt": prompt_of(300, seed=14), "max_tokens": 3000, "stream": True, "ignore_eos": True}
-    asking = Asking(site.router.url, body)
-    assert asking.began.wait(DEADLINE_S)
-    expect_both_free(site, asking.leave(), "during decode")
+    stream = streaming(site, prompt_of(300, seed=14), 3000)
+    expect_both_free(site, stream.leave(), "during decode")
 
 
 def test_a_client_that_leaves_while_it_waits_for_room(site):
@@ -327,9 +329,7 @@ def test_a_client_that_leaves_while_it_waits_for_room(site):
 def test_a_draining_decode_engine_loses_no_request(site):
     """The only one even: what comes until it ends is answered, what runs is finished."""
     prompt = prompt_of(200, seed=17)
-    body = {"prompt": prompt, "max_tokens": 300, "stream": True, "ignore_eos": True}
-    streams = [Asking(site.router.url, body) for _ in range(2)]
-    assert all(stream.began.wait(DEADLINE_S) for stream in streams)
+    streams = [streaming(site, prompt, 300) for _ in range(2)]
     site.d.signal(signal.SIGTERM)
     eventually(lambda: site.d.ready()[0] == 503, "it says that it is not ready")
     assert "draining" in site.d.ready()[1]["reason"]
@@ -360,21 +360,18 @@ def test_a_draining_prefill_engine_keeps_its_leases_until_they_are_read(site):
 
 @pytest.mark.chaos
 def test_a_router_that_is_told_to_end_finishes_what_it_has(site):
-    body = {"prompt": prompt_of(60, seed=19), "max_tokens": 300, "stream": True, "ignore_eos": True}
-    stream = Asking(site.router.url, body)
-    assert stream.began.wait(DEADLINE_S)
+    prompt = prompt_of(60, seed=19)
+    stream = streaming(site, prompt, 300)
     site.router.signal(signal.SIGTERM)
     eventually(lambda: get(f"{site.router.url}/ready")[0] == 503, "it says that it is not ready")
-    assert stream.token_ids() == alone(site, body["prompt"], 300)
+    assert stream.token_ids() == alone(site, prompt, 300)
     assert site.router.ended() == 0
     site.router.restart()
 
 
 @pytest.mark.chaos
 def test_a_stream_whose_engine_dies_ends_with_a_reason(site):
-    body = {"prompt": prompt_of(60, seed=20), "max_tokens": 4000, "stream": True, "ignore_eos": True}
-    stream = Asking(site.router.url, body)
-    assert stream.began.wait(DEADLINE_S)
+    stream = streaming(site, prompt_of(60, seed=20), 4000)
     site.d.kill()
     error = json.loads(stream.lines()[-1])["error"]
     assert (error["code"], error["reason"]) == ("upstream_broke_off", "reset")

@@ -5,6 +5,7 @@ The prefill engine's last step can be kept back, so that "before the prefill is 
 
 import json
 import random
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ WAYS = {
 }
 SENT = {"push": NUM_STEPS * STEP_TOKENS, "pack": NUM_TOKENS // 2}
 """Of fourteen steps, whole stretches: seven of 4 MiB that are pushed, and the first of two slots of one length."""
+FIRST_SENT = {"push": STEP_TOKENS, "pack": STEP_TOKENS, "pull": 0}
 DONE = 'kvferry_agent_leases_ended_total{how="done"}'
 MOVED = 'kvferry_agent_moved_bytes_total{direction="write"}'
 
@@ -84,6 +86,27 @@ def until_sent(site, before, num_tokens):
     eventually(lambda: moved() >= num_tokens * BYTES_PER_TOKEN, f"{num_tokens} tokens are sent")
 
 
+@contextmanager
+def moving(site, way, prompt, num_tokens):
+    """Both requests for a prompt, with so many of its tokens sent; the prefill engine is held until the end."""
+    before = metric(site.p.url, MOVED)
+    with site.p.held():
+        prefill, params = begun(site.p, prompt)
+        asking = decoding(site.targets[way], prompt, params)
+        until_sent(site, before, num_tokens)
+        yield prefill, asking
+
+
+@contextmanager
+def moving_by_router(site, router, prompt, num_tokens):
+    """The same where a router asks both."""
+    before = metric(site.p.url, MOVED)
+    with site.p.held():
+        asking = Asking(router.url, {"prompt": prompt, "max_tokens": 12})
+        until_sent(site, before, num_tokens)
+        yield asking
+
+
 def expect_end(prefill, prompt, expected):
     """The prefill request has ended as ever."""
     *_, last, done = prefill.lines()
@@ -139,11 +162,8 @@ def test_many_at_the_same_time_do_not_mix(site):
 def test_what_is_computed_is_sent_while_the_rest_is_not(site, way):
     """Ten steps are made, the last is kept back: all stretches but the last go, and the answer cannot begin."""
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=2)
-    expected, before, done = alone(target, prompt), metric(site.p.url, MOVED), metric(site.p.url, DONE)
-    with site.p.held():
-        prefill, params = begun(site.p, prompt)
-        asking = decoding(target, prompt, params)
-        until_sent(site, before, SENT[way])
+    expected, done = alone(target, prompt), metric(site.p.url, DONE)
+    with moving(site, way, prompt, SENT[way]) as (prefill, asking):
         assert b"finish_reason" not in prefill.text
         assert asking.status == 0
     answer = asking.answer()
@@ -175,12 +195,9 @@ def test_an_answer_may_be_done_before_its_prefill_but_the_lease_is_not(site, way
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_prefills_client_leaves_in_the_middle(site, way):
-    target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=4)
-    expected, before = alone(target, prompt), metric(site.p.url, MOVED)
-    with site.p.held():
-        prefill, params = begun(site.p, prompt)
-        asking = decoding(target, prompt, params)
-        until_sent(site, before, 0 if way == "pull" else STEP_TOKENS)
+    prompt = prompt_of(NUM_TOKENS, seed=4)
+    expected = alone(site.targets[way], prompt)
+    with moving(site, way, prompt, FIRST_SENT[way]) as (prefill, asking):
         prefill.leave()
         site.p.until_free()
         answer = asking.answer()
@@ -191,12 +208,8 @@ def test_the_prefills_client_leaves_in_the_middle(site, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_decodes_client_leaves_in_the_middle(site, way):
     """Nobody will read what is computed: the prefill request ends with an error, and both have their blocks back."""
-    target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=5)
-    before = metric(site.p.url, MOVED)
-    with site.p.held():
-        prefill, params = begun(site.p, prompt)
-        asking = decoding(target, prompt, params)
-        until_sent(site, before, 0 if way == "pull" else STEP_TOKENS)
+    target = site.targets[way]
+    with moving(site, way, prompt_of(NUM_TOKENS, seed=5), FIRST_SENT[way]) as (prefill, asking):
         eventually(lambda: target.num_granted > 0, "the decode request has begun")
         asking.leave()
         target.until_free()
@@ -206,11 +219,9 @@ def test_the_decodes_client_leaves_in_the_middle(site, way):
 
 
 def test_a_router_has_the_cache_moved_while_the_rest_is_computed(site, router):
-    target, prompt = site.targets["pack"], prompt_of(NUM_TOKENS, seed=7)
-    expected, before = alone(target, prompt), metric(site.p.url, MOVED)
-    with site.p.held():
-        asking = Asking(router.url, {"prompt": prompt, "max_tokens": 12})
-        until_sent(site, before, SENT["pack"])
+    prompt = prompt_of(NUM_TOKENS, seed=7)
+    expected = alone(site.targets["pack"], prompt)
+    with moving_by_router(site, router, prompt, SENT["pack"]) as asking:
         assert asking.status == 0
     answer = asking.answer()
     assert tokens_of(answer) == expected
@@ -220,13 +231,9 @@ def test_a_router_has_the_cache_moved_while_the_rest_is_computed(site, router):
 
 
 def test_a_client_of_a_router_leaves_in_the_middle(site, router):
-    target, prompt = site.targets["pack"], prompt_of(NUM_TOKENS, seed=8)
-    before = metric(site.p.url, MOVED)
-    with site.p.held():
-        asking = Asking(router.url, {"prompt": prompt, "max_tokens": 12})
-        until_sent(site, before, STEP_TOKENS)
+    with moving_by_router(site, router, prompt_of(NUM_TOKENS, seed=8), STEP_TOKENS) as asking:
         asking.leave()
-        target.until_free()
+        site.targets["pack"].until_free()
         site.p.until_free()
 
 
@@ -234,11 +241,8 @@ def test_a_client_of_a_router_leaves_in_the_middle(site, router):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_prefill_engine_is_killed_in_the_middle(site, way):
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=6)
-    expected, before = alone(target, prompt), metric(site.p.url, MOVED)
-    with site.p.held():
-        _, params = begun(site.p, prompt)
-        asking = decoding(target, prompt, params)
-        until_sent(site, before, 0 if way == "pull" else STEP_TOKENS)
+    expected = alone(target, prompt)
+    with moving(site, way, prompt, FIRST_SENT[way]) as (_, asking):
         site.p.kill()
         answer = asking.answer()
     site.p.restart()
@@ -255,12 +259,10 @@ def test_the_prefill_engine_is_killed_in_the_middle(site, way):
 def test_a_routers_prefill_engine_is_killed_in_the_middle(site, router):
     """The router sees it first: decode is asked again, alone. Its client waits, and sees nothing else of it."""
     target, prompt = site.targets["pack"], prompt_of(NUM_TOKENS, seed=9)
-    expected, before = alone(target, prompt), metric(site.p.url, MOVED)
+    expected = alone(target, prompt)
     lost = 'kvferry_router_upstream_errors_total{reason="reset",role="prefill"}'
     num_lost = metric(router.url, lost)
-    with site.p.held():
-        asking = Asking(router.url, {"prompt": prompt, "max_tokens": 12})
-        until_sent(site, before, STEP_TOKENS)
+    with moving_by_router(site, router, prompt, STEP_TOKENS) as asking:
         site.p.kill()
         answer = asking.answer()
     site.p.restart()

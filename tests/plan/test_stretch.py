@@ -38,13 +38,18 @@ def moved(*copies):
     return [target[order].tolist(), source[order].tolist()]
 
 
-@many
-@given(engines, st.integers(0, 4096))
-def test_the_stretches_of_a_request_move_each_byte_of_it_once(scenario, most_bytes):
+def programs_of(scenario):
+    """The program of each pair of ranks, and the block tables of both."""
     found = route(scenario.sources, scenario.targets)
     for source, target in found.pairs():
         program = bind(found.between(source, target), scenario.sources[source], scenario.targets[target])
-        tables = scenario.source_tables[source], scenario.target_tables[target]
+        yield program, (scenario.source_tables[source], scenario.target_tables[target])
+
+
+@many
+@given(engines, st.integers(0, 4096))
+def test_the_stretches_of_a_request_move_each_byte_of_it_once(scenario, most_bytes):
+    for program, tables in programs_of(scenario):
         parts = stretches(scenario.ranges, stretch_tokens(program, most_bytes))
         whole = copies_for(program, *tables, scenario.ranges)
         copies = [copies_for(program, *tables, scenario.ranges, part) for part in parts]
@@ -57,10 +62,7 @@ def test_the_stretches_of_a_request_move_each_byte_of_it_once(scenario, most_byt
 @many
 @given(engines, st.integers(0, 40))
 def test_the_two_parts_of_a_request_move_each_byte_of_it_once(scenario, token):
-    found = route(scenario.sources, scenario.targets)
-    for source, target in found.pairs():
-        program = bind(found.between(source, target), scenario.sources[source], scenario.targets[target])
-        tables = scenario.source_tables[source], scenario.target_tables[target]
+    for program, tables in programs_of(scenario):
         copies = [copies_for(program, *tables, scenario.ranges, part) for part in parted(token)]
         assert moved(*copies) == moved(copies_for(program, *tables, scenario.ranges))
 
