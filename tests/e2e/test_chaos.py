@@ -9,6 +9,7 @@ import json
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,16 @@ def prefill(site, prompt):
 def decode(site, prompt, params):
     """The decode request alone, under way."""
     return Asking(site.d.url, {"prompt": prompt, "max_tokens": 12, "kv_transfer_params": params})
+
+
+@contextmanager
+def reading(site, prompt):
+    """The same, held while it reads."""
+    params = prefill(site, prompt)
+    with site.d.held():
+        asking = decode(site, prompt, params)
+        site.d.until_reading()
+        yield asking
 
 
 def alone(site, prompt, max_tokens=12):
@@ -144,10 +155,7 @@ def test_a_source_that_is_stopped_before_the_read_is_a_deadline(site):
 
 def test_a_source_that_is_stopped_during_the_read_is_a_deadline(site):
     prompt = prompt_of(2000, seed=3)
-    params = prefill(site, prompt)
-    with site.d.held():
-        asking = decode(site, prompt, params)
-        site.d.until_reading()
+    with reading(site, prompt) as asking:
         before, stopped = failures(site), time.monotonic()
         site.p.signal(signal.SIGSTOP)
     try:
@@ -163,10 +171,7 @@ def test_a_source_that_is_stopped_during_the_read_is_a_deadline(site):
 
 def test_a_source_that_is_killed_during_the_read(site):
     prompt = prompt_of(2000, seed=4)
-    params = prefill(site, prompt)
-    with site.d.held():
-        asking = decode(site, prompt, params)
-        site.d.until_reading()
+    with reading(site, prompt) as asking:
         site.p.signal(signal.SIGSTOP)
     # The read reaches it now, so that it dies with a connection open on which bytes are due.
     site.d.until_reading()
@@ -231,13 +236,10 @@ def test_a_target_that_is_killed_during_the_read(site):
 def test_a_target_that_is_stopped_during_the_read_comes_too_late(site):
     """Its lease has run out when it goes on: what it reads then is not believed."""
     prompt = prompt_of(300, seed=21)
-    with site.d.held():
-        asking = decode(site, prompt, prefill(site, prompt))
-        site.d.until_reading()
-        with site.d.stopped():
-            stopped = time.monotonic()
-            site.p.until_free()
-            print(f"\nthe source's blocks were free after {since(stopped)}; a lease is {LEASE_S} s")
+    with reading(site, prompt) as asking, site.d.stopped():
+        stopped = time.monotonic()
+        site.p.until_free()
+        print(f"\nthe source's blocks were free after {since(stopped)}; a lease is {LEASE_S} s")
     expect_recomputed(site, asking, prompt, ("expired", "peer_lost"))
 
 

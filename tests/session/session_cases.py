@@ -17,6 +17,8 @@ MODEL = attention(2, 2, 4, "float32", 4)
 SOURCE_LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 TARGET_LAYOUTS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
 SOURCE, TARGET = m.Party("p0", "epoch-1", 0), m.Party("d0", "epoch-9", 0)
+# Another rank of the same engine.
+OTHER_TARGET = m.Party("d0", "epoch-9", 1)
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 TRANSPORTS, PROBE = (m.TransportOffer("shm", b"here", ""),), m.Probe(4096, 64, 7)

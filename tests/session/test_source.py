@@ -3,6 +3,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from playbook import play
+from session_cases import OTHER_TARGET as OTHER_READER
 from session_cases import REFERENCE, said
 from session_cases import SOURCE as US
 from session_cases import SOURCE_LAYOUT as LAYOUT
@@ -23,7 +24,6 @@ from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, handshake_s=5.0, tombstone_s=60.0)
-OTHER_READER = m.Party("d0", "epoch-9", 1)
 STRANGER = m.Party("d1", "epoch-5", 0)
 IDENTITY = SourceIdentity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0))
 LEASE = LeaseRequest("r1", "l1", ((3, 5),), 7)

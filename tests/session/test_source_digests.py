@@ -5,16 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from playbook import play
-from session_cases import (
-    PART,
-    REFERENCE,
-    STATES,
-    SUBJECT,
-    TARGET,
-    VALUES,
-    said,
-    source_session,
-)
+from session_cases import OTHER_TARGET, PART, REFERENCE, STATES, SUBJECT, TARGET, VALUES, said, source_session
 
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import TokenRange, TokenSet
@@ -40,7 +31,6 @@ from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, heartbeat_s=1.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, tombstone_s=60.0)
-OTHER = m.Party("d0", "epoch-9", 1)
 
 LEASE = LeaseRequest("r1", "l1", ((3, 5),), 7)
 CLAIM = said(m.Claim(TARGET, "c1", REFERENCE, 6, (0,), subject=SUBJECT))
@@ -117,8 +107,8 @@ def test_a_digest_ends_with_its_lease(event, freed):
 
 
 def test_readers_are_digested_for_one_by_one_and_the_last_frees_the_blocks():
-    both = [said(m.Claim(party, "c1", REFERENCE, 6, (0, 1), subject=SUBJECT)) for party in (TARGET, OTHER)]
-    other_key = ClaimKey("l1", OTHER, "c1")
+    both = [said(m.Claim(party, "c1", REFERENCE, 6, (0, 1), subject=SUBJECT)) for party in (TARGET, OTHER_TARGET)]
+    other_key = ClaimKey("l1", OTHER_TARGET, "c1")
     play(
         source(),
         [
@@ -126,7 +116,7 @@ def test_readers_are_digested_for_one_by_one_and_the_last_frees_the_blocks():
             (1, both[0], [Reply]),
             (1, both[1], [Reply]),
             (2, LANDED, [Digest]),
-            (2, said(m.Landed(OTHER, "c1", "l1"), "z"), [Digest]),
+            (2, said(m.Landed(OTHER_TARGET, "c1", "l1"), "z"), [Digest]),
             (3, Digested(other_key, VALUES), [Reply("z", m.Valid("c1", VALUES))]),
             (4, Digested(KEY, VALUES), [VALID, DONE]),
         ],
@@ -164,7 +154,7 @@ def test_a_subject_that_does_not_fit_the_record_is_refused_and_the_lease_goes_on
 
 def test_a_digest_that_nobody_asked_for_changes_nothing():
     peer = PeerKey("tcp://127.0.0.1:1", "d0", "epoch-9")
-    keys = ClaimKey("l9", TARGET, "c1"), ClaimKey("l1", OTHER, "c1"), ReadKey("c1", peer)
+    keys = ClaimKey("l9", TARGET, "c1"), ClaimKey("l1", OTHER_TARGET, "c1"), ReadKey("c1", peer)
     play(source(), [*DIGESTING, *((3, Digested(key, VALUES), []) for key in keys)])
 
 
@@ -216,11 +206,11 @@ def test_who_has_asked_before_is_digested_for_once():
 
 
 def test_a_reader_that_is_done_is_not_looked_at_again_while_others_read():
-    both = [said(m.Claim(party, "c1", REFERENCE, 6, (0, 1), subject=SUBJECT)) for party in (TARGET, OTHER)]
+    both = [said(m.Claim(party, "c1", REFERENCE, 6, (0, 1), subject=SUBJECT)) for party in (TARGET, OTHER_TARGET)]
     claimed = [(0, LEASE, []), (1, both[0], [Reply]), (1, both[1], [Reply])]
     session = source_after([*claimed, (1, LANDED, [Digest]), (1, Digested(KEY, VALUES), [VALID])])
     (digest,) = play(session, [(SOON, Tick(), [Digest])])
-    assert digest.key == ClaimKey("l1", OTHER, "c1")
+    assert digest.key == ClaimKey("l1", OTHER_TARGET, "c1")
     play(session, [(2, Tick(), [])])
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from playbook import play
-from session_cases import MODEL, REFERENCE, reason, said, source_session
+from session_cases import MODEL, OTHER_TARGET, REFERENCE, reason, said, source_session
 from session_cases import SOURCE_LAYOUT as LAYOUT
 from session_cases import TARGET as THEM
 from session_cases import TARGET_LAYOUTS as TARGETS
@@ -96,7 +96,7 @@ def test_the_end_of_a_write_is_repeated_when_the_lease_is_over(source):
 def test_another_claim_of_what_is_written_is_none_of_it(source):
     play(source, [*WRITING, (2, TicketEnded(TICKET, ""), [*ENDED, FREE])])
     fields = {each: getattr(CLAIM, each) for each in CLAIM.__struct_fields__}
-    for changes in ({"claim_id": "c2"}, {"party": m.Party("d0", "epoch-9", 1)}, {"direction": Direction.READ}):
+    for changes in ({"claim_id": "c2"}, {"party": OTHER_TARGET}, {"direction": Direction.READ}):
         commands = source.handle(said(m.Claim(**fields | changes)), 3.0)
         assert not any(isinstance(each, Post) for each in commands)
         if "direction" not in changes:
@@ -231,7 +231,7 @@ def test_a_lease_that_ends_while_it_is_written_keeps_its_blocks_and_is_never_val
 
 def test_a_claim_that_arrives_after_its_abort_is_never_written(source):
     """Another reader has claimed the lease, so the abort does not end it."""
-    other = m.Claim(m.Party("d0", "epoch-9", 1), "c2", REFERENCE, 6, (0, 1))
+    other = m.Claim(OTHER_TARGET, "c2", REFERENCE, 6, (0, 1))
     play(source, [*MET, (1, said(other), [Reply]), (2, said(ABORT), [CLEAN])])
     assert reason(play(source, [(3, said(CLAIM), [Reply, Count])])) == "aborted"
 
@@ -262,7 +262,7 @@ HOSTILE = {
     "backwards": ({"ranges": (TokenRange(9, 6),)}, "out_of_range"),
     "negative range": ({"ranges": (TokenRange(-4, 6),)}, "out_of_range"),
     "more tokens than there are": ({"num_tokens": 8, "ranges": (TokenRange(0, 8),)}, "out_of_range"),
-    "another rank": ({"party": m.Party("d0", "epoch-9", 1)}, "unreachable"),
+    "another rank": ({"party": OTHER_TARGET}, "unreachable"),
     "another start": ({"party": m.Party("d0", "epoch-8", 0)}, "unreachable"),
 }
 
@@ -276,7 +276,7 @@ def test_a_claim_that_makes_no_sense_writes_nothing(source, name):
 
 
 def test_offers_that_make_no_sense_are_refused(source):
-    no_such_rank = m.TargetOffer(m.Party("d0", "epoch-9", 1), TARGETS, (), m.Probe(0, 0, 0))
+    no_such_rank = m.TargetOffer(OTHER_TARGET, TARGETS, (), m.Probe(0, 0, 0))
     assert reason(play(source, [(0, said(no_such_rank), [Reply, Count])])) == "malformed"
     other = m.TargetOffer(THEM, TARGETS, (), m.Probe(0, 0, 0))
     assert reason(play(source, [*MET, (1, said(other), [Reply, Count])])) == "malformed"

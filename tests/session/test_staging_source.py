@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 from playbook import play
-from session_cases import said
+from session_cases import OTHER_TARGET, said
 from staging_cases import (
     ABORT_SAID,
     ARENA,
@@ -172,7 +172,7 @@ def test_an_abort_leaves_the_line_for_a_slot():
 
 def test_a_pack_that_arrives_after_the_abort_is_not_carried_out(session):
     """The target's slot is somebody else's by then. Another rank's lease may live on."""
-    two_readers = m.Claim(*fields_with(readers=(0, 1), party=m.Party("d0", "epoch-9", 1), claim_id="q1"))
+    two_readers = m.Claim(*fields_with(readers=(0, 1), party=OTHER_TARGET, claim_id="q1"))
     play(session, CLAIMED)
     session.handle(said(two_readers), 0.0)
     play(session, [(3, ABORT_SAID, [Reply, LeaseEnded])])

@@ -9,6 +9,7 @@ from session_cases import (
     LANDED,
     MODEL,
     OFFER,
+    OTHER_TARGET,
     PEER,
     REFERENCE,
     RENEW,
@@ -524,7 +525,7 @@ def test_a_rank_leaves_alone_the_sources_that_another_rank_of_ours_reads():
 def test_a_rank_without_any_work_is_done_at_once():
     """Our second rank holds nothing, and the first one reads both sources and tells them."""
     nothing = replace(TARGET_LAYOUTS[0], states=(), placements=())
-    ours = TargetIdentity(m.Party("d0", "epoch-9", 1), "0.1.0", (TARGET_LAYOUTS[0], nothing))
+    ours = TargetIdentity(OTHER_TARGET, "0.1.0", (TARGET_LAYOUTS[0], nothing))
     *excuses, fetched = greet(TargetSession(ours, TIMING))
     assert excuses == [Send(peer, m.Renew(ours.party, ())) for peer in PEERS]
     assert (type(fetched), fetched.report.num_bytes) == (Fetched, 0)

@@ -7,6 +7,7 @@ from playbook import play
 from session_cases import (
     ABORT,
     MODEL,
+    OTHER_TARGET,
     PART,
     PEER,
     REFERENCE,
@@ -50,7 +51,6 @@ from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, heartbeat_s=1.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, tombstone_s=60.0)
-OTHER = m.Party("d0", "epoch-9", 1)
 
 WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 6),))
 READ = ReadKey("q1", PEER)
@@ -229,6 +229,8 @@ def test_device_memory_is_never_digested_in_full():
 
 def test_a_rank_without_any_work_says_what_its_engine_does():
     nothing = replace(TARGET_LAYOUTS[0], states=(), placements=())
-    session = TargetSession(TargetIdentity(OTHER, "0.1.0", (TARGET_LAYOUTS[0], nothing), DigestPolicy.FULL), TIMING)
+    session = TargetSession(
+        TargetIdentity(OTHER_TARGET, "0.1.0", (TARGET_LAYOUTS[0], nothing), DigestPolicy.FULL), TIMING
+    )
     _, fetched = play(session, meeting(claim=[Send, Fetched]))
     assert fetched.report.verified == "full"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 from weakref import finalize
@@ -156,9 +157,23 @@ def test_memory_of_a_process_that_has_ended_is_given_back(monkeypatch: pytest.Mo
     transport.close()
 
 
-def test_to_unmap_memory_keeps_nobody_waiting_while_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+Both = tuple[SharedMemoryTransport, SharedMemoryTransport]
+
+
+@pytest.fixture
+def both() -> Iterator[Both]:
+    """A transport, and that of the peer whose memory it sees."""
+    made = SharedMemoryTransport(), SharedMemoryTransport()
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_to_unmap_memory_keeps_nobody_waiting_while_there_are_threads(
+    monkeypatch: pytest.MonkeyPatch, both: Both
+) -> None:
     unmapped_by, gone = [], threading.Event()
-    transport, owner, shared = SharedMemoryTransport(), SharedMemoryTransport(), allocate_shared(4096, "test")
+    (transport, owner), shared = both, allocate_shared(4096, "test")
     owner.register(shared.memory)
     for is_refused in (False, True):
         transport.connect("peer", owner.descriptor())
@@ -174,14 +189,14 @@ def test_to_unmap_memory_keeps_nobody_waiting_while_there_are_threads(monkeypatc
         gone.clear()
     monkeypatch.undo()
     assert unmapped_by == ["kvferry-unmap", threading.current_thread().name]
-    transport.close()
-    owner.close()
     shared.close()
 
 
-def test_memory_of_a_living_peer_stays_as_long_as_any_of_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_living_peer_stays_as_long_as_any_of_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, both: Both
+) -> None:
     monkeypatch.setattr(shm, "CHECK_INTERVAL_S", 0.0)
-    transport, owner = SharedMemoryTransport(), SharedMemoryTransport()
+    transport, owner = both
     pieces = [allocate_shared(4096, name) for name in ("first", "second")]
     for piece in pieces:
         owner.register(piece.memory)
@@ -191,25 +206,21 @@ def test_memory_of_a_living_peer_stays_as_long_as_any_of_it_is_there(monkeypatch
         piece.close()
         transport.poll()
         assert all((transport.view("peer", address, 1) is not None) is is_seen for address in addresses)
-    transport.close()
-    owner.close()
 
 
-def test_a_peer_without_memory_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_without_memory_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch, both: Both) -> None:
     monkeypatch.setattr(shm, "CHECK_INTERVAL_S", 0.0)
-    transport, owner = SharedMemoryTransport(), SharedMemoryTransport()
+    transport, owner = both
     transport.connect("peer", owner.descriptor())
     assert transport.poll() == []
     ticket = transport.post("peer", NOTHING, Direction.READ)
     assert transport.poll() == [Completion(ticket, "")]
-    transport.close()
-    owner.close()
 
 
 @pytest.mark.parametrize("what", ["another file", "nothing that is seen"])
-def test_what_is_behind_a_descriptor_now_is_looked_at(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_behind_a_descriptor_now_is_looked_at(what: str, monkeypatch: pytest.MonkeyPatch, both: Both) -> None:
     monkeypatch.setattr(shm, "CHECK_INTERVAL_S", 0.0)
-    transport, owner, shared = SharedMemoryTransport(), SharedMemoryTransport(), allocate_shared(4096, "test")
+    (transport, owner), shared = both, allocate_shared(4096, "test")
     owner.register(shared.memory)
     transport.connect("peer", owner.descriptor())
     if what == "another file":
@@ -221,14 +232,12 @@ def test_what_is_behind_a_descriptor_now_is_looked_at(what: str, monkeypatch: py
     # Who may not look does not know.
     assert (transport.view("peer", shared.memory.address, 1) is None) is (what == "another file")
     monkeypatch.undo()
-    transport.close()
-    owner.close()
     shared.close()
 
 
-def test_peers_are_not_looked_for_at_every_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_not_looked_for_at_every_poll(monkeypatch: pytest.MonkeyPatch, both: Both) -> None:
     monkeypatch.setattr(shm, "CHECK_INTERVAL_S", 3600.0)
-    transport, owner = SharedMemoryTransport(), SharedMemoryTransport()
+    transport, owner = both
     transport.poll()
     shared = allocate_shared(4096, "test")
     owner.register(shared.memory)
@@ -237,8 +246,6 @@ def test_peers_are_not_looked_for_at_every_poll(monkeypatch: pytest.MonkeyPatch)
     shared.close()
     transport.poll()
     assert transport.view("peer", address, 1) is not None
-    transport.close()
-    owner.close()
 
 
 def with_region(descriptor: SharedDescriptor, piece: SharedRegion) -> SharedDescriptor:

@@ -53,6 +53,14 @@ def asked(question: Question, path: str, num_tokens: int = 4) -> dict[str, Any]:
     return {**common, **content, "cache_salt": question.salt}
 
 
+def routed(url: str, question: Question, num_tokens: int = 4) -> http.client.HTTPConnection:
+    """A request to a router that nobody has read the answer of: closed, its client has left."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
+    body = json.dumps(asked(question, PATHS[0], num_tokens))
+    connection.request("POST", PATHS[0], body, {"content-type": "application/json"})
+    return connection
+
+
 def prefill_params(url: str, question: Question, path: str) -> dict[str, Any]:
     status, _, body = post(url, path, asked(question, path, 1) | {"kv_transfer_params": REMOTE_DECODE})
     assert status == 200, body
@@ -110,20 +118,27 @@ def test_an_error_for_want_of_a_cache_has_a_status_and_a_reason(pair, spec, path
     wait_until_free(pair.servers, FREE_S)
 
 
+@contextmanager
+def freed_at_once(pair: Pair) -> Iterator[None]:
+    """Both servers are free at the end, and no lease had to run out for that."""
+    expired = pair.prefill.metric(EXPIRED)
+    yield
+    wait_until_free(pair.servers, FREE_S)
+    assert pair.prefill.metric(EXPIRED) == expired
+
+
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
 def test_a_release_frees_the_blocks_of_a_prefill_at_once(pair, spec):
-    expired = pair.prefill.metric(EXPIRED)
-    params = prefill(pair.prefill, question_of("release")).params
-    assert pair.prefill.metric(USAGE) > 0
-    assert released(pair, unknown(params)) == (200, {"released": False})
-    for changed, code in (({"remote_engine_id": "x"}, "wrong_engine"), ({"kvferry": {}}, "malformed")):
-        status, answer = released(pair, params | changed)
-        assert (400 <= status < 500, answer["error"]["code"]) == (True, code)
-    assert pair.prefill.metric(USAGE) > 0
-    assert released(pair, params) == (200, {"released": True})
-    wait_until_free(pair.servers, FREE_S)
+    with freed_at_once(pair):
+        params = prefill(pair.prefill, question_of("release")).params
+        assert pair.prefill.metric(USAGE) > 0
+        assert released(pair, unknown(params)) == (200, {"released": False})
+        for changed, code in (({"remote_engine_id": "x"}, "wrong_engine"), ({"kvferry": {}}, "malformed")):
+            status, answer = released(pair, params | changed)
+            assert (400 <= status < 500, answer["error"]["code"]) == (True, code)
+        assert pair.prefill.metric(USAGE) > 0
+        assert released(pair, params) == (200, {"released": True})
     assert released(pair, params) == (200, {"released": False})
-    assert pair.prefill.metric(EXPIRED) == expired
     assert pair.prefill.healthy()
 
 
@@ -135,14 +150,12 @@ def released(pair: Pair, params: dict[str, Any]) -> tuple[int, Any]:
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
 def test_a_client_that_leaves_a_prefill_in_its_last_step_frees_it_at_once(pair, spec):
     """One step computes all of it, and takes longer than the client stays: the request ends before its lease begins."""
-    expired = pair.prefill.metric(EXPIRED)
     for i, after_s in enumerate((0.01, 0.015, 0.02)):
-        question = question_of(f"last-{i}", 1000, seed=i)
-        connection = open_request(pair.prefill, question, question.body(1, REMOTE_DECODE))
-        threading.Event().wait(after_s)
-        connection.close()
-        wait_until_free(pair.servers, FREE_S)
-    assert pair.prefill.metric(EXPIRED) == expired
+        with freed_at_once(pair):
+            question = question_of(f"last-{i}", 1000, seed=i)
+            connection = open_request(pair.prefill, question, question.body(1, REMOTE_DECODE))
+            threading.Event().wait(after_s)
+            connection.close()
 
 
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
@@ -229,7 +242,7 @@ def test_a_pair_whose_caches_do_not_arrive_is_taken_apart_and_its_clients_are_se
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
 def test_a_client_that_leaves_between_prefill_and_decode_frees_both_sides_at_once(pair, spec, tmp_path):
     """The decode request is held back until the client has left."""
-    expired, begun, left = pair.prefill.metric(EXPIRED), threading.Event(), threading.Event()
+    begun, left = threading.Event(), threading.Event()
 
     def held(answer: bytes) -> bytes:
         begun.set()
@@ -237,33 +250,22 @@ def test_a_client_that_leaves_between_prefill_and_decode_frees_both_sides_at_onc
         return answer
 
     with between(pair.prefill.url, held) as source, route(source, pair.decode.url, tmp_path / "log") as url:
-        question = question_of("leaves")
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
-        connection.request(
-            "POST", PATHS[0], json.dumps(asked(question, PATHS[0])), {"content-type": "application/json"}
-        )
-        assert begun.wait(ASKED_S)
-        assert pair.prefill.metric(USAGE) > 0
-        connection.close()
-        left.set()
-        wait_until_free(pair.servers, FREE_S)
+        with freed_at_once(pair):
+            connection = routed(url, question_of("leaves"))
+            assert begun.wait(ASKED_S)
+            assert pair.prefill.metric(USAGE) > 0
+            connection.close()
+            left.set()
         assert metric(url, "kvferry_router_releases_total") == 1
-    assert pair.prefill.metric(EXPIRED) == expired
 
 
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
 def test_a_client_that_leaves_at_any_other_moment_frees_both_sides_at_once(pair, spec, tmp_path):
-    expired = pair.prefill.metric(EXPIRED)
-    with route(pair.prefill.url, pair.decode.url, tmp_path / "log") as url:
+    with route(pair.prefill.url, pair.decode.url, tmp_path / "log") as url, freed_at_once(pair):
         for i, after_s in enumerate((0.02, 0.1, 0.2, 0.4)):
-            question = question_of(f"moment-{i}", 2000, seed=i)
-            connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
-            body = json.dumps(asked(question, PATHS[0], 100))
-            connection.request("POST", PATHS[0], body, {"content-type": "application/json"})
+            connection = routed(url, question_of(f"moment-{i}", 2000, seed=i), 100)
             threading.Event().wait(after_s)
             connection.close()
-        wait_until_free(pair.servers, FREE_S)
-    assert pair.prefill.metric(EXPIRED) == expired
 
 
 @pytest.mark.parametrize("spec", [RECOMPUTE], ids=str)
