@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from kvferry.catalog.config.class_defaults import class_values
 from kvferry.catalog.model import of_config
 from kvferry.catalog.records import Entry, Options
 from kvferry.errors import ConfigurationError
@@ -74,7 +75,8 @@ def read(source: str | Path, options: Options) -> Entry:
         raise ConfigurationError(
             f"{source}: cannot be read", found=os_error_text(error), expected="a config.json"
         ) from error
-    return of_config(_decoded(str(path), content), str(path), options)
+    config = _decoded(str(path), content)
+    return of_config(config, str(path), options, class_values(config))
 
 
 def _shipped() -> list[Traversable]:

@@ -4,47 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from kvferry.catalog.config.dtypes import PACKED_LATENT, cache_item, model_item, recurrent_item
-from kvferry.catalog.config.families import language_fields
+from kvferry.catalog.config.families import given_names, language_fields, outer_fields
 from kvferry.catalog.config.fields import Fields
+from kvferry.catalog.config.unused import check_unused
 from kvferry.catalog.layers import linear, mamba
-from kvferry.catalog.layers.attention import attention
+from kvferry.catalog.layers.attention import HEADS, attention
 from kvferry.catalog.layers.latent import indexer_layers, latent_attention
-from kvferry.catalog.layers.layer_types import Layer, draft_layers, layers_of
+from kvferry.catalog.layers.layer_types import Layer, draft_layers, layers_of, skip_draft_layers
 from kvferry.catalog.layers.mixer import Mixer
 from kvferry.catalog.layers.mlp import mlp_parameters
-from kvferry.catalog.records import Entry, Options
+from kvferry.catalog.records import Entry, FieldRead, Options
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.model import CacheModel, LayerCache
 
 
-def of_config(config: Mapping[str, object], name: str, options: Options) -> Entry:
-    """What the model of a Hugging Face config keeps of a request, and an estimate of what it computes.
+def of_config(
+    config: Mapping[str, object], name: str, options: Options, completed: Mapping[str, object] = MappingProxyType({})
+) -> Entry:
+    """What the model of a Hugging Face config keeps of a request, and an estimate of what it computes. `completed` is
+    the same config as its class completes it, where that is known (`kvferry.catalog.config.class_defaults`).
 
     Raises ConfigurationError naming `name`, the field, what was found and what was expected.
     """
     if not isinstance(config, Mapping):
         raise ConfigurationError(f"{name}: a config must be a JSON object", found=type(config).__name__)
-    fields = language_fields(name, config)
+    fields = language_fields(name, config, completed)
     if options.cache_dtype == PACKED_LATENT and not fields.has("kv_lora_rank"):
         raise ConfigurationError(
             f"{name}: only latent attention can be kept as {PACKED_LATENT}",
             found="no field kv_lora_rank",
             hint="choose float8_e4m3fn for keys and values in 8 bits",
         )
-    layers = layers_of(fields)
-    mixers = _mixers(fields, layers, indexer_layers(fields, len(layers)), options)
-    drafts = draft_layers(fields) if options.draft_layers else ()
-    draft_mixers = _mixers(fields, drafts, (True,) * len(drafts), options)
-    own = _num_own_layers(fields, len(layers))
+    layers = layers_of(fields.about("which layers there are"))
+    mixers = _mixers(fields, layers, indexer_layers(fields.about("which layers have an indexer"), len(layers)), options)
+    if not any(layer.attention for layer in layers):
+        fields.skip(*HEADS)
+    drafts = draft_layers(fields.about("draft layers")) if options.draft_layers else ()
+    skip_draft_layers(fields)
+    draft_mixers = _mixers(fields.without("per_layer_config"), drafts, (True,) * len(drafts), options)
+    own = _num_own_layers(fields.about("which layers keep a cache"), len(layers))
     kept = [_cache(layer, f"model.layers.{layer}", mixer) for layer in range(own) for mixer in mixers[layer]]
     # Draft layers run behind the last layer, so they live with the last pipeline stage.
     last = len(layers) - 1
     kept += [_cache(last, f"draft.layers.{i}", mixer) for i, each in enumerate(draft_mixers) for mixer in each]
-    active = sum(mixer.num_parameters for each in mixers for mixer in each) + mlp_parameters(fields, layers)
-    active += fields.number("vocab_size") * fields.number("hidden_size")
-    return Entry(name, CacheModel(len(layers), tuple(kept)), active, _notes(fields, layers, options))
+    active = sum(mixer.num_parameters for each in mixers for mixer in each) + _other_parameters(fields, layers)
+    read = _read(fields, given_names(config), "transformers" if completed else "table")
+    notes = _notes(fields.about("notes"), layers, options) + _left_out(read)
+    notes += check_unused((fields, outer_fields(name, config)), len(layers), options.assume_standard)
+    return Entry(name, CacheModel(len(layers), tuple(kept)), active, notes, read)
+
+
+def _other_parameters(fields: Fields, layers: tuple[Layer, ...]) -> int:
+    """Active weights beside the mixers'."""
+    asking = fields.about("active parameters")
+    return mlp_parameters(asking, layers) + asking.number("vocab_size") * asking.number("hidden_size")
+
+
+def _read(fields: Fields, given: frozenset[str], otherwise: str) -> tuple[FieldRead, ...]:
+    """What counted, and who says it: the config, if it has `given` it."""
+    return tuple(
+        FieldRead(name, fields.value_at(name), tuple(decides), "config" if name.split(".")[0] in given else otherwise)
+        for name, decides in sorted(fields.taken.items())
+    )
+
+
+def _left_out(read: tuple[FieldRead, ...]) -> tuple[str, ...]:
+    """What counted although the config does not say it."""
+    by = {"transformers": "its class in transformers", "table": "a table of ours"}
+    missing = [field for field in read if field.said_by in by]
+    if not missing:
+        return ()
+    names = ", ".join(field.name for field in missing)
+    return (f"left out by the config, and taken from {by[missing[0].said_by]}: {names}",)
 
 
 def _num_own_layers(fields: Fields, num_layers: int) -> int:
@@ -65,22 +99,43 @@ def _mixers(
     fields: Fields, layers: tuple[Layer, ...], has_indexers: tuple[bool, ...], options: Options
 ) -> list[tuple[Mixer, ...]]:
     """The mixers of each layer; layers alike share one description."""
-    keys = list(zip(layers, has_indexers, strict=True))
+    keys = list(zip(layers, has_indexers, _own_numbers(fields, len(layers)), strict=True))
     made = {key: tuple(_layer_mixers(fields, *key, options)) for key in dict.fromkeys(keys)}
     return [made[key] for key in keys]
 
 
-def _layer_mixers(fields: Fields, layer: Layer, has_indexer: bool, options: Options) -> Iterator[Mixer]:
+def _own_numbers(fields: Fields, num_layers: int) -> list[tuple[tuple[str, int], ...]]:
+    """The numbers in which single layers differ from the others."""
+    given = fields.inner("per_layer_config")
+    numbers = {name: tuple(given.inner(name).all_numbers()) for name in given.values}
+    by_layer = {int(name): found for name, found in numbers.items() if name.isdecimal()}
+    return [by_layer.get(layer, ()) for layer in range(num_layers)]
+
+
+def _layer_mixers(
+    fields: Fields, layer: Layer, has_indexer: bool, numbers: tuple[tuple[str, int], ...], options: Options
+) -> Iterator[Mixer]:
+    fields = fields.with_values({**fields.values, **dict(numbers)})
     if layer.attention:
-        item = cache_item(fields, options)
+        fields = _own_fields(fields, layer)
+        item = cache_item(fields.about("size of an element"), options)
         if fields.has("kv_lora_rank"):
-            yield latent_attention(fields, layer.attention, item, has_indexer)
+            yield latent_attention(fields.about("latents"), layer.attention, item, has_indexer)
         else:
-            yield attention(fields, layer.attention, item)
+            yield attention(fields.about("keys and values"), layer.attention, item)
     if layer.recurrent == "conv":
-        yield linear.short_convolution(fields, model_item(fields))
+        yield linear.short_convolution(fields.about("states"), model_item(fields.about("size of an element")))
     if layer.recurrent == "linear":
-        yield _recurrent(fields)
+        yield _recurrent(fields.about("states"))
+
+
+def _own_fields(fields: Fields, layer: Layer) -> Fields:
+    """Those of layers whose attention has numbers of its own in a nested object."""
+    own = fields.inner("attention_other_setting")
+    fields.skip(*(own.prefix + name for name in ("num_attention_heads", "num_attention_groups", "head_dim")))
+    if own.word("attention_type") != layer.word:
+        return fields
+    return fields.with_values({**fields.values, **own.values})
 
 
 def _recurrent(fields: Fields) -> Mixer:
@@ -93,6 +148,10 @@ def _recurrent(fields: Fields) -> Mixer:
     if fields.has(*mamba.STATE):
         make = mamba.mamba2 if fields.has(*mamba.HEADS) else mamba.mamba1
         return make(fields, item, recurrent)
+    if fields.has("short_conv_kernel_size"):
+        return linear.kimi_delta_net(fields, item)
+    if fields.has(*linear.LIGHTNING):
+        return linear.lightning_attention(fields, item)
     raise fields.missing("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "linear_attn_config")
 
 

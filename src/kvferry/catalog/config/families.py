@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -48,7 +49,6 @@ _INHERITED = ("dtype", "torch_dtype", "quantization_config", "vocab_size")
 
 _UNKNOWN: Mapping[str, str] = {
     # Fields of models whose caches this catalog cannot describe: better refused than described wrongly.
-    "attn_type_list": "lightning attention",
     "compress_ratios": "attention over compressed tokens",
     "cross_attention_layers": "cross attention",
     "is_encoder_decoder": "an encoder and a decoder",
@@ -76,8 +76,27 @@ def _check_generates(source: str, config: Mapping[str, object], family: str) -> 
         )
 
 
-def language_fields(source: str, config: Mapping[str, object]) -> Fields:
-    """The fields of the language model in a config, with its family's defaults where it does not say.
+def given_names(config: Mapping[str, object]) -> frozenset[str]:
+    """What a config says itself, also by another name of its family."""
+    values = {**config, **Fields("", config).inner(*_NESTED).values}
+    names = frozenset(name for name, value in values.items() if value is not None)
+    renamed = family_of(str(values.get("model_type"))).renamed
+    return names | {renamed[name] for name in names & set(renamed)} | {"model_type"}
+
+
+def outer_fields(source: str, config: Mapping[str, object]) -> Fields:
+    """What a config says beside a nested one of its language model; nothing where that is not nested."""
+    nested = Fields(source, config).inner(*_NESTED)
+    if not nested.values:
+        return Fields(source, {})
+    return Fields(source, {name: config[name] for name in config if name not in nested.values and name not in _NESTED})
+
+
+def language_fields(
+    source: str, config: Mapping[str, object], completed: Mapping[str, object] = MappingProxyType({})
+) -> Fields:
+    """The fields of the language model in a config. Where it does not say, its family's defaults count, and before them
+    what its class has `completed` it to.
 
     Raises ConfigurationError when a nested config is no object, or when the model is known to keep what the catalog
     cannot describe.
@@ -89,15 +108,22 @@ def language_fields(source: str, config: Mapping[str, object]) -> Fields:
         inherited = {name: config[name] for name in _INHERITED if name in config}
         family = nested.word("model_type") or family_of(family).text_model or family
         fields = Fields(nested.source, inherited | dict(nested.values))
+        fields.skip(*inherited)
+        completed = Fields(source, completed).inner(*_NESTED).values
     _check_generates(source, config, family)
     for name, what in _UNKNOWN.items():
-        if fields.values.get(name):
+        if fields.raw(name):
             raise ConfigurationError(
                 f"{source}: the model has {what}, which the catalog cannot describe",
                 found=f"field {name}",
                 expected="attention, latent attention, state-space layers or gated delta nets",
                 hint="describe the cache yourself as a kvferry.plan.description.model.CacheModel",
             )
-    values = family_of(family).defaults | dict(fields.values) | {"model_type": family}
+    assumed = {name: value for name, value in family_of(family).defaults.items() if name not in fields.values}
+    # A class knows what a null means to it.
+    given = {name: value for name, value in fields.values.items() if value is not None or name not in completed}
     renamed = family_of(family).renamed
-    return Fields(fields.source, {renamed.get(name, name): value for name, value in values.items()})
+    values = {**completed, **assumed, **given, "model_type": family}
+    named = Fields(fields.source, {renamed.get(name, name): value for name, value in values.items()})
+    named.skip("model_type", *_UNKNOWN, *assumed)
+    return named

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from kvferry.errors import ConfigurationError
 
@@ -17,12 +17,18 @@ MAX_LAYERS = 4096
 class Fields:
     """A config's fields by name; `source` (a file or a name) begins every error.
 
-    Most readings take several names for the same thing: the first that is given counts. `null` and `"auto"` mean
-    that a field is not given. Every reading raises ConfigurationError for a value of the wrong type or size.
+    Most readers take several names for the same thing: the first that is given counts, and all of them count as read.
+    `null` and `"auto"` mean that a field is not given. Every reading raises ConfigurationError for a value of the wrong
+    type or size. `used` are the names that somebody has asked for, those of nested objects behind their `prefix`, and
+    `taken` those whose values counted, with what for: the `purpose` of who asked.
     """
 
     source: str
     values: Mapping[str, object]
+    prefix: str = ""
+    used: set[str] = field(default_factory=set, compare=False)
+    taken: dict[str, dict[str, None]] = field(default_factory=dict, compare=False)
+    purpose: str = "what kinds of layers there are"
 
     def has(self, *names: str) -> bool:
         """Whether one of the fields is given."""
@@ -46,7 +52,7 @@ class Fields:
 
     def flag(self, name: str, absent: bool) -> bool:
         """A boolean, or `absent`."""
-        value = self.values.get(name)
+        value = self.raw(name)
         if value is None:
             return absent
         if not isinstance(value, bool):
@@ -75,7 +81,53 @@ class Fields:
         value = self.values[name] if name else {}
         if not isinstance(value, Mapping):
             raise self.wrong(name, value, "an object with fields of its own")
-        return Fields(f"{self.source}, {name}" if name else self.source, value)
+        if not name:
+            return Fields(self.source, {})
+        prefix = f"{self.prefix}{name}."
+        return replace(self, source=f"{self.source}, {name}", values=value, prefix=prefix)
+
+    def skip(self, *names: str) -> None:
+        """These mean nothing here: others say the same, or they are about what the model does not have."""
+        self.used.update(self.prefix + name for name in names)
+
+    def raw(self, name: str) -> object:
+        """Whatever is given, None without; the reader checks it."""
+        self._given((name,))
+        return self.values.get(name)
+
+    def value_at(self, path: str) -> object:
+        """What is given at a name, in nested objects at one with dots."""
+        value: object = self.values
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    def without(self, name: str) -> Fields:
+        """All but one."""
+        return self.with_values({other: value for other, value in self.values.items() if other != name})
+
+    def all_numbers(self) -> Iterator[tuple[str, int]]:
+        """Every field that is given, each of which is to be a whole number from 0 to MAX_NUMBER."""
+        for name in self.values:
+            if self.has(name):
+                yield name, self.count(name)
+
+    def with_values(self, values: Mapping[str, object]) -> Fields:
+        """Other values of the same fields."""
+        return replace(self, values=values)
+
+    def about(self, purpose: str) -> Fields:
+        """The same, for somebody who asks for another reason."""
+        return replace(self, purpose=purpose)
+
+    def unused(self) -> Iterator[tuple[str, object]]:
+        """What is given and nobody has asked for; of nested objects that somebody has looked into, their fields."""
+        for name, value in self.values.items():
+            path = self.prefix + name
+            if path not in self.used:
+                yield path, value
+            elif isinstance(value, Mapping):
+                yield from Fields(self.source, value, f"{path}.", self.used).unused()
 
     def quotient(self, dividend: int, divisor: int, what: str) -> int:
         """`dividend / divisor`, which must be whole."""
@@ -100,13 +152,17 @@ class Fields:
         """The error for a field that is given but cannot be meant so."""
         return ConfigurationError(
             f"{self.source}: field {name} cannot be used",
-            found=_short(value),
+            found=short(value),
             expected=expected,
             hint="compare it with the model's own config.json",
         )
 
     def _given(self, names: tuple[str, ...]) -> str:
-        return next((name for name in names if self.values.get(name) not in (None, "auto")), "")
+        self.used.update(self.prefix + name for name in names)
+        found = next((name for name in names if self.values.get(name) not in (None, "auto")), "")
+        if found:
+            self.taken.setdefault(self.prefix + found, {})[self.purpose] = None
+        return found
 
     def _whole(self, name: str, value: object, least: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_NUMBER:
@@ -126,7 +182,7 @@ class Fields:
         return list(value)
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """The beginning of a value, without formatting all of it when it is huge."""
     if isinstance(value, list | tuple | Mapping):
         return f"{type(value).__name__} of {len(value)}"

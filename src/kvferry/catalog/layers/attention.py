@@ -7,6 +7,9 @@ from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.layers.mixer import Mixer, reach_of
 from kvferry.plan.description.layout import Axis
 
+HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups", "num_query_groups")
+"""Names of how many heads keys and values have."""
+
 
 def attention(fields: Fields, kind: str, item: Item) -> Mixer:
     """Key and value of a token, whose heads tensor parallelism divides; and the weights of the four projections.
@@ -22,9 +25,11 @@ def attention(fields: Fields, kind: str, item: Item) -> Mixer:
         num_heads = 1
     fields.quotient(num_query_heads, num_heads, "the number of query heads per key head")
     own_dim = ("global_head_dim",) if kind == "full" else ()
-    key_dim = fields.count(*own_dim, *_variants("head_dim", swa), "attention_head_dim") or fields.quotient(
-        hidden_size, num_query_heads, "hidden_size per head"
-    )
+    key_dim = fields.count(
+        *own_dim, *_variants("head_dim", swa), "attention_head_dim", "kv_channels", "dim_head"
+    ) or fields.quotient(hidden_size, num_query_heads, "hidden_size per head")
+    # Where keys have numbers of their own, other numbers of queries change only what is computed.
+    fields.skip("num_attention_heads_per_layer", "attention_hidden_size")
     value_dim = fields.number_or(key_dim, *_variants("v_head_dim", swa))
     # The query projection may also yield a gate of its own size.
     query_dim = key_dim * (2 if fields.flag("attn_output_gate", False) else 1)
@@ -39,7 +44,7 @@ def _variants(name: str, prefixes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _head_fields(fields: Fields, kind: str, swa: tuple[str, ...]) -> tuple[str, ...]:
-    common = (*_variants("num_key_value_heads", swa), "num_kv_heads", "multi_query_group_num")
+    common = (*_variants("num_key_value_heads", swa), *HEADS[1:])
     # Gemma 4 gives its full layers fewer heads where they share one projection for keys and values.
     own = kind == "full" and fields.flag("attention_k_eq_v", False)
     return ("num_global_key_value_heads", *common) if own else common

@@ -22,6 +22,8 @@ def latent_attention(fields: Fields, kind: str, item: Item, has_indexer: bool) -
     hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
     rank, query_rank = fields.number("kv_lora_rank"), fields.count("q_lora_rank")
     rope_dim = fields.count("qk_rope_head_dim")
+    # Heads of keys and values are those of the projections, of which nothing is kept.
+    fields.skip("head_dim", "num_key_value_heads", "num_kv_heads", "qk_head_dim")
     value_dim = fields.number_or(plain_dim, "v_head_dim")
 
     query_dim = heads * (plain_dim + rope_dim)

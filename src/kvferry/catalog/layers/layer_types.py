@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.catalog.config.families import family_of
 from kvferry.catalog.config.fields import MAX_LAYERS, Fields
@@ -40,9 +42,11 @@ _WORDS = {
         ("moe", "", "", True),
     )
 }
+_NUM_DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _MARKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _RECURRENT = ("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "linear_num_heads")
 _WINDOW_MARKS = {"L": "sliding_attention", "G": "full_attention"}
+_LINEAR_OR_FULL = ("linear_attention", "full_attention")
 
 
 def layers_of(fields: Fields) -> tuple[Layer, ...]:
@@ -50,9 +54,7 @@ def layers_of(fields: Fields) -> tuple[Layer, ...]:
 
     Raises ConfigurationError for unknown words, a list of the wrong length, or too many layers.
     """
-    words = fields.words("layer_types", "layers_block_type")
-    pattern = fields.word("hybrid_override_pattern")
-    listed = words or _marked(fields, "hybrid_override_pattern", pattern, _MARKS)
+    listed, _ = _listed(fields)
     num_layers = (
         fields.number("num_hidden_layers") if not listed else fields.number_or(len(listed), "num_hidden_layers")
     )
@@ -60,15 +62,36 @@ def layers_of(fields: Fields) -> tuple[Layer, ...]:
         raise fields.wrong("num_hidden_layers", num_layers, f"at most {MAX_LAYERS} layers")
     if listed and len(listed) != num_layers:
         raise fields.wrong("layer_types", list(listed), f"one entry for each of the {num_layers} layers")
+    if listed:
+        fields.skip(*_ARRANGEMENTS, *_MORE_RULES)
+        fields.inner("linear_attn_config").skip("full_attn_layers", "kda_layers")
     return tuple(_layer(fields, word) for word in listed or _arranged(fields, num_layers))
+
+
+def _listed(fields: Fields) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The words of the model's layers, where each is named, and those of its draft layers, if they follow."""
+    words, pattern = fields.words("layer_types", "layers_block_type"), fields.word("hybrid_override_pattern")
+    words = words or _marked(fields, "hybrid_override_pattern", pattern, _MARKS)
+    num_drafts = fields.count(*_NUM_DRAFTS)
+    if num_drafts and fields.has("num_hidden_layers") and len(words) == fields.number("num_hidden_layers") + num_drafts:
+        return words[:-num_drafts], words[-num_drafts:]
+    return words, ()
+
+
+def skip_draft_layers(fields: Fields) -> None:
+    """Nobody has asked for them."""
+    fields.skip(*_NUM_DRAFTS, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
 
 
 def draft_layers(fields: Fields) -> tuple[Layer, ...]:
     """The layers of the model's own draft heads (multi-token prediction); empty when it has none."""
-    num_drafts = fields.count("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+    num_drafts = fields.count(*_NUM_DRAFTS)
     pattern = fields.word("mtp_hybrid_override_pattern")
     words = fields.words("mtp_layers_block_type") or _marked(fields, "mtp_hybrid_override_pattern", pattern, _MARKS)
     words = words or ("full_attention",)
+    _, named = _listed(fields)
+    if named:
+        return tuple(_layer(fields, word) for word in named)
     if num_drafts * len(words) > MAX_LAYERS:
         raise fields.wrong("num_nextn_predict_layers", num_drafts, f"at most {MAX_LAYERS} layers")
     return tuple(_layer(fields, word) for word in words * num_drafts)
@@ -90,21 +113,50 @@ def _marked(fields: Fields, name: str, pattern: str, marks: dict[str, str]) -> t
 
 def _arranged(fields: Fields, num_layers: int) -> tuple[str, ...]:
     """The words for a config that gives a rule instead of a list."""
-    for name, recurrent in (("attn_layer_indices", "mamba"), ("full_attn_idxs", "conv")):
+    for name, rule in _ARRANGEMENTS.items():
         if fields.has(name):
-            chosen = set(fields.counts(name))
-            return _where(num_layers, chosen, "attention", recurrent)
-    if fields.has("attn_layer_period"):
-        period, offset = fields.number("attn_layer_period"), fields.count("attn_layer_offset")
-        chosen = {layer for layer in range(num_layers) if layer % period == offset}
-        return _where(num_layers, chosen, "attention", "mamba")
-    if fields.inner("linear_attn_config").has("full_attn_layers"):
-        chosen = {layer - 1 for layer in fields.inner("linear_attn_config").counts("full_attn_layers")}
-        return _where(num_layers, chosen, "full_attention", "linear_attention")
-    if fields.has("full_attention_interval"):
-        chosen = _every(num_layers, fields.number("full_attention_interval"))
-        return _where(num_layers, chosen, "full_attention", "linear_attention")
+            return rule(fields, num_layers)
     return _limited(fields, num_layers)
+
+
+def _at(name: str, recurrent: str, fields: Fields, num_layers: int) -> tuple[str, ...]:
+    return _where(num_layers, set(fields.counts(name)), "attention", recurrent)
+
+
+def _with_period(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    period, offset = fields.number("attn_layer_period"), fields.count("attn_layer_offset")
+    chosen = {layer for layer in range(num_layers) if layer % period == offset}
+    return _where(num_layers, chosen, "attention", "mamba")
+
+
+def _as_kimi_says(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    """Two lists of numbers from 1 on, each of which says what the other does."""
+    own = fields.inner("linear_attn_config")
+    full, linear = ({layer - 1 for layer in own.counts(name)} for name in ("full_attn_layers", "kda_layers"))
+    if not full and not linear:
+        return _limited(fields, num_layers)
+    return _where(num_layers, full or set(range(num_layers)) - linear, *_LINEAR_OR_FULL[::-1])
+
+
+def _with_interval(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    return _where(num_layers, _every(num_layers, fields.number("full_attention_interval")), *_LINEAR_OR_FULL[::-1])
+
+
+def _in_groups(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    """The last layer of each group sees everything. Where the others have convolutions, so do the layers behind the
+    last whole group (vLLM 0.32: bailing_moe_linear, bailing_moe_v3)."""
+    size = fields.count("layer_group_size") or 1
+    chosen = _every(num_layers, size)
+    if fields.has("short_conv_kernel_size"):
+        chosen |= set(range(num_layers // size * size, num_layers))
+    return _where(num_layers, chosen, *_LINEAR_OR_FULL[::-1])
+
+
+def _by_type(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    types = fields.counts("attn_type_list")
+    if len(types) != num_layers or not set(types) <= {0, 1}:
+        raise fields.wrong("attn_type_list", list(types), f"0 (linear) or 1 for each of the {num_layers} layers")
+    return tuple(_LINEAR_OR_FULL[each] for each in types)
 
 
 def _limited(fields: Fields, num_layers: int) -> tuple[str, ...]:
@@ -116,8 +168,9 @@ def _limited(fields: Fields, num_layers: int) -> tuple[str, ...]:
         return tuple("sliding_attention" if mark else "full_attention" for mark in sliding)
     if fields.count("attention_chunk_size"):
         return _where(num_layers, _without_positions(fields, num_layers), "full_attention", "chunked_attention")
-    if fields.count("sliding_window") and fields.flag("use_sliding_window", True):
+    if fields.flag("use_sliding_window", True) and fields.count("sliding_window"):
         return _windowed(fields, num_layers)
+    fields.skip("sliding_window", "max_window_layers", "sliding_window_pattern")
     word = family_of(fields.word("model_type")).every_layer
     if not word and fields.has(*_RECURRENT):
         raise fields.missing("layer_types", "layers_block_type", "hybrid_override_pattern", "attn_layer_indices")
@@ -135,7 +188,7 @@ def _without_positions(fields: Fields, num_layers: int) -> set[int]:
 def _windowed(fields: Fields, num_layers: int) -> tuple[str, ...]:
     """`sliding_window_pattern`: every n-th layer sees everything, or marks that are repeated. Without it, the first
     `max_window_layers` layers see everything."""
-    pattern = fields.values.get("sliding_window_pattern")
+    pattern = fields.raw("sliding_window_pattern")
     if pattern is None:
         chosen = set(range(min(num_layers, fields.count("max_window_layers"))))
     elif isinstance(pattern, str) and pattern:
@@ -152,3 +205,22 @@ def _every(num_layers: int, interval: int) -> set[int]:
 
 def _where(num_layers: int, chosen: set[int], word: str, otherwise: str) -> tuple[str, ...]:
     return tuple(word if layer in chosen else otherwise for layer in range(num_layers))
+
+
+_ARRANGEMENTS: Mapping[str, Callable[[Fields, int], tuple[str, ...]]] = {
+    "attn_layer_indices": partial(_at, "attn_layer_indices", "mamba"),
+    "full_attn_idxs": partial(_at, "full_attn_idxs", "conv"),
+    "attn_layer_period": _with_period,
+    "linear_attn_config": _as_kimi_says,
+    "full_attention_interval": _with_interval,
+    "layer_group_size": _in_groups,
+    "attn_type_list": _by_type,
+}
+"""Fields that say by a rule which layers are which."""
+
+# Where each layer is named, these say nothing more either.
+_MORE_RULES = (
+    *("attn_layer_offset", "hybrid_layer_pattern", "hybrid_layer_ids", "no_rope_layers", "no_rope_layer_interval"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "attention_chunk_size"),
+    *("global_attn_every_n_layers", "prefix_dense_sliding_window_pattern"),
+)

@@ -1,4 +1,5 @@
-"""Linear attention with a matrix per head instead of tokens: gated delta nets (also Kimi's) and short convolutions."""
+"""Linear attention, which keeps a matrix per head instead of tokens: gated delta nets (also Kimi's), and lightning
+attention. And short convolutions."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.layers.mixer import RECURRENT, Mixer, fixed, kernel_of
 from kvferry.plan.description.layout import Axis
 from kvferry.plan.description.model import Kept
+
+LIGHTNING = ("attn_type_list", "layer_group_size", "linear_attn_alpha_factor")
+"""Fields of models whose linear attention is lightning attention, where none says that it is another."""
 
 
 def delta_net(fields: Fields, item: Item, recurrent: Item) -> Mixer:
@@ -28,13 +32,24 @@ def delta_net(fields: Fields, item: Item, recurrent: Item) -> Mixer:
 def kimi_delta_net(fields: Fields, item: Item) -> Mixer:
     """Kimi's delta attention, whose matrices vLLM keeps in float32 and whose gates are of low rank."""
     own = fields.inner("linear_attn_config") if fields.has("linear_attn_config") else fields
-    num_heads, dim = own.number("num_heads", "linear_num_heads"), own.number("head_dim", "linear_head_dim")
+    num_heads = own.number("num_heads", "linear_num_heads", "num_attention_heads")
+    dim = own.number("head_dim", "linear_head_dim")
     kernel = kernel_of(own, "short_conv_kernel_size", "linear_conv_kernel_dim")
     hidden_size, inner, head = fields.number("hidden_size"), num_heads * dim, Axis("head", num_heads)
     gates = 2 * dim * (hidden_size + inner) + hidden_size * num_heads
     num_parameters = 4 * hidden_size * inner + gates + 3 * inner * kernel
     key, value = (head, Axis("key_dim", dim)), (head, Axis("value_dim", dim))
     return Mixer(RECURRENT, num_parameters, _kept(key, value, kernel, item, FLOAT32))
+
+
+def lightning_attention(fields: Fields, item: Item) -> Mixer:
+    """A decaying sum of key times value for each query head, in the model's element as vLLM 0.32 keeps it; weights of
+    queries, keys, values, gates and the output."""
+    hidden_size, num_heads = fields.number("hidden_size"), fields.number("num_attention_heads")
+    dim = fields.count("head_dim") or fields.quotient(hidden_size, num_heads, "hidden_size per head")
+    fields.skip("block_size", "block")  # how many tokens are computed at a time
+    axes = (Axis("head", num_heads), Axis("key_dim", dim), Axis("value_dim", dim))
+    return Mixer(RECURRENT, 5 * hidden_size * num_heads * dim, (fixed("kv", item, axes),))
 
 
 def short_convolution(fields: Fields, item: Item) -> Mixer:

@@ -47,6 +47,8 @@ def mamba2(fields: Fields, item: Item, recurrent: Item) -> Mixer:
     num_groups = fields.number(*_GROUPS)
     fields.quotient(num_heads, num_groups, "the number of state-space heads per group")
     per_head = fields.count(*_HEAD_DIM)
+    # Heads and their size say it already.
+    fields.skip(*_INNER, *_EXPAND)
     per_head = per_head or fields.quotient(_inner_size(fields, hidden_size), num_heads, "the inner size per head")
     state_dim, kernel = fields.number(*STATE), kernel_of(fields, *_KERNEL)
     head, head_dim, group = Axis("head", num_heads), Axis("head_dim", per_head), Axis("group", num_groups)
@@ -63,4 +65,5 @@ def mamba2(fields: Fields, item: Item, recurrent: Item) -> Mixer:
 
 
 def _inner_size(fields: Fields, hidden_size: int) -> int:
+    fields.skip(*_EXPAND)
     return fields.count(*_INNER) or fields.number(*_EXPAND) * hidden_size

@@ -7,9 +7,13 @@ from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.layers.layer_types import Layer
 
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
-_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts")
+# Experts that work in a space narrower than the hidden one.
+_LATENT_SIZE = ("moe_latent_size", "routed_expert_hidden_size")
+_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+# The first layers, whose MLPs are dense.
+_NUM_DENSE = ("first_k_dense_replace", "num_dense_layers")
 _SHARED_SIZE = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 
 
@@ -31,7 +35,10 @@ def _num_layers(fields: Fields, layers: tuple[Layer, ...]) -> tuple[int, int]:
     if hybrid and len(hybrid) < len(layers):
         # Where only some layers add attention to their state space, the MLP comes with the attention (Zamba 2).
         return len(hybrid), 0
-    sparse = sum(_is_sparse(fields, len(layers))) if fields.count(*_EXPERTS) > 1 else 0
+    if fields.count(*_EXPERTS) <= 1:
+        fields.skip("moe_intermediate_size", *_NUM_DENSE, *_CHOSEN)
+        return len(layers), 0
+    sparse = sum(_is_sparse(fields, len(layers)))
     return len(layers) - sparse, sparse
 
 
@@ -39,11 +46,13 @@ def _is_sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     every = range(num_layers)
     listed = fields.words("mlp_layer_types")
     if listed:
+        fields.skip("decoder_sparse_step", "mlp_only_layers", *_NUM_DENSE)
         return tuple(word == "sparse" for word in listed[:num_layers])
     if fields.has("moe_layers"):
+        fields.skip("interleave_moe_layer_step")
         chosen = set(fields.counts("moe_layers"))
         return tuple(layer in chosen for layer in every)
-    if isinstance(fields.values.get("moe_layer_freq"), list):
+    if isinstance(fields.raw("moe_layer_freq"), list):
         return tuple(bool(mark) for mark in fields.counts("moe_layer_freq")[:num_layers])
     if fields.has("expert_layer_period"):
         period, offset = fields.number("expert_layer_period"), fields.count("expert_layer_offset")
@@ -52,14 +61,14 @@ def _is_sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
         step = fields.number("decoder_sparse_step", "interleave_moe_layer_step")
         dense = set(fields.counts("mlp_only_layers"))
         return tuple((layer + 1) % step == 0 and layer not in dense for layer in every)
-    first, step = fields.count("first_k_dense_replace"), fields.number_or(1, "moe_layer_freq")
+    first, step = fields.count(*_NUM_DENSE), fields.number_or(1, "moe_layer_freq")
     return tuple(layer >= first and layer % step == 0 for layer in every)
 
 
 def _dense_size(fields: Fields) -> int:
     """Of MLPs whose size is given per layer, the mean."""
     name = "intermediate_size_mlp" if fields.has("intermediate_size_mlp") else "intermediate_size"
-    if isinstance(fields.values.get(name), list):
+    if isinstance(fields.raw(name), list):
         sizes = fields.counts(name)
         return sum(sizes) // max(1, len(sizes))
     # Granite's hybrids call the MLP of their dense models the shared one.
@@ -68,7 +77,7 @@ def _dense_size(fields: Fields) -> int:
 
 def _sparse(fields: Fields) -> int:
     """Router, chosen experts and shared experts of one layer."""
-    hidden_size, latent_size = fields.number("hidden_size"), fields.count("moe_latent_size")
+    hidden_size, latent_size = fields.number("hidden_size"), fields.count(*_LATENT_SIZE)
     expert_size = fields.number(*_EXPERT_SIZE)
     chosen = fields.number(*_CHOSEN) * _size(fields, expert_size, latent_size or hidden_size)
     router = hidden_size * fields.number(*_EXPERTS) + 2 * hidden_size * latent_size

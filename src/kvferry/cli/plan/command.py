@@ -34,6 +34,10 @@ class PlanOptions:
     model: Annotated[str, named(help="Model name, config.json or its folder; else use the options below.")] = ""
     cache_dtype: Annotated[str, named(help="dtype of the cache; auto for the model's own.")] = "auto"
     draft: Annotated[bool, named("--draft", help="Include the model's draft (MTP) layers.")] = False
+    assume_standard: Annotated[
+        bool,
+        named("--assume-standard", help="Plan although fields of the config are unknown that may change the cache."),
+    ] = False
     layers: Annotated[int, numbers(min=1, max=MAX_LAYERS, help="Number of layers.")] = 32
     heads: Annotated[int, numbers(min=1, help="Number of KV heads.")] = 8
     head_dim: Annotated[int, numbers(min=1, help="Size of one head.")] = 128
@@ -56,7 +60,7 @@ def plan(context: typer.Context, options: PlanOptions) -> None:
         check_unused(context, ("layers", "heads", "head_dim", "dtype"), "with --model")
         entry = report.model_of(options)
     else:
-        check_unused(context, ("cache_dtype", "draft"), "without --model")
+        check_unused(context, ("cache_dtype", "draft", "assume_standard"), "without --model")
         entry = report.model_of_numbers(options)
     if is_given(context, "prefill_speed"):
         report.check_speed(options.prefill_speed)

@@ -54,7 +54,7 @@ def plan(options: PlanOptions, entry: Entry, typed: str) -> None:
 
 def model_of(options: PlanOptions) -> Entry:
     """A model by its `config.json` or its name in the catalog."""
-    return read(options.model, Options(options.cache_dtype, options.draft))
+    return read(options.model, Options(options.cache_dtype, options.draft, options.assume_standard))
 
 
 def model_of_numbers(options: PlanOptions) -> Entry:
@@ -105,6 +105,7 @@ def facts_of(options: PlanOptions, entry: Entry) -> dict[str, Any]:
         "pairs": pairs,
         "verdict": asdict(verdict_of(len(wanted), quoted.predicted_s, prefill)),
         "notes": list(entry.notes),
+        "fields": [asdict(field) for field in entry.fields],
     }
 
 

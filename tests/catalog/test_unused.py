@@ -1,0 +1,198 @@
+"""No field of a config is ignored in silence: it is read, known to mean nothing to a cache, told of, or refused."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+
+import pytest
+from test_families import BASE
+
+from kvferry import catalog
+from kvferry.catalog import Entry, Options
+from kvferry.errors import ConfigurationError
+
+AUTO, ASSUMING = Options("auto", draft_layers=False), Options("auto", draft_layers=False, assume_standard=True)
+# Eight layers of eight heads of 64 in 16 bits.
+EIGHT = {**BASE, "hidden_size": 512, "num_hidden_layers": 8, "num_key_value_heads": None}
+LATENT = {"qk_nope_head_dim": 64, "v_head_dim": 64}
+
+
+def entry_of(options: Options = AUTO, /, **fields: object) -> Entry:
+    given = {name: value for name, value in {**EIGHT, **fields}.items() if value is not None}
+    return catalog.of_config(given, "test", options)
+
+
+def bytes_per_token(entry: Entry) -> int:
+    rows = [kept.state for kept in entry.cache.kept() if kept.state.per_token]
+    return sum(state.item_bytes * prod(axis.extent for axis in state.axes) for state in rows)
+
+
+def num_states(entry: Entry) -> int:
+    return sum(not kept.state.per_token for kept in entry.cache.kept())
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected", "states"),
+    [
+        ({"model_type": "bailing_moe_linear", "num_key_value_heads": 2, "layer_group_size": 4}, 1024, 6),
+        ({**LATENT, "layer_group_size": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16}, 192, 6),
+        ({"attn_type_list": [1] * 8, "num_key_value_heads": 2}, 4096, 0),
+        ({"attn_type_list": [0] * 6 + [1] * 2, "num_key_value_heads": 2}, 1024, 6),
+        ({"num_attention_groups": 2}, 4096, 0),
+        ({"layer_types": ["full_attention"] * 9, "num_nextn_predict_layers": 1, "num_key_value_heads": 2}, 4096, 0),
+        ({**LATENT, "model_type": "glm_moe_dsa", "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 10_272, 0),
+    ],
+    ids=["groups", "groups of latents", "one type", "types", "attention groups", "draft's word", "class defaults"],
+)  # fmt: skip
+def test_what_decides_a_cache_is_read(fields, expected, states):
+    """Worked by hand: two bytes an element; 128 bytes and a float32 for the key of an indexer."""
+    entry = entry_of(**fields)
+    assert (bytes_per_token(entry), num_states(entry)) == (expected, states)
+
+
+def test_a_linear_layer_keeps_a_matrix_for_each_head():
+    entry = entry_of(attn_type_list=[0] * 8)
+    state = entry.cache.kept()[0].state
+    assert [(axis.name, axis.extent) for axis in state.axes] == [("head", 8), ("key_dim", 64), ("value_dim", 64)]
+
+
+def test_layers_behind_the_last_whole_group_see_everything_where_the_others_have_convolutions():
+    groups = [layer.group for layer in entry_of(layer_group_size=3, short_conv_kernel_size=4, head_dim=64).cache.layers]
+    assert groups == ["recurrent", "recurrent", "full"] * 2 + ["full", "full"]
+
+
+def test_the_last_word_is_the_draft_layers_own():
+    words = ["full_attention"] * 8 + ["sliding_attention"]
+    fields = {**EIGHT, "layer_types": words, "num_nextn_predict_layers": 1, "sliding_window": 32}
+    entry = catalog.of_config(fields, "test", Options("auto", draft_layers=True))
+    assert [layer.group for layer in entry.cache.layers] == ["full"] * 8 + ["window-32"]
+
+
+def test_layers_of_a_kind_may_have_numbers_of_their_own():
+    other = {
+        "attention_type": "sliding_attention",
+        "num_attention_heads": 16,
+        "num_attention_groups": 4,
+        "head_dim": 32,
+    }
+    words = ["full_attention", "sliding_attention"] * 4
+    entry = entry_of(
+        layer_types=words, sliding_window=32, num_attention_groups=2, head_dim=64, attention_other_setting=other
+    )
+    assert bytes_per_token(entry) == 4 * 2 * 2 * (2 * 64 + 4 * 32)
+
+
+def test_experts_may_be_narrower_than_the_model():
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 2048}
+    wide, *narrow = (
+        entry_of(**experts, **{name: 256} if name else {}).num_active_parameters
+        for name in ("", "moe_latent_size", "routed_expert_hidden_size")
+    )
+    assert narrow[0] == narrow[1] < wide
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_stride", 2),
+        ("attention_compression_rate", 4),
+        ("compression_factor", 4),
+        ("ssm_ranks", 3),
+        ("zeta_window", 128),
+        ("lookback_layers", [0, 4]),
+        ("head_groups", 2),
+        ("wibble", [1] * 8),
+        ("wobble", {"size": 4}),
+        ("linear_attn_config", {"num_wibbles": 4}),
+        ("sliding_window_rule", "every other"),
+    ],
+)
+def test_a_field_that_may_change_a_cache_is_refused_by_its_name(name, value):
+    with pytest.raises(
+        ConfigurationError, match=rf"test: field {name}.* may change what a cache holds.*--assume-stand"
+    ):
+        entry_of(**{name: value})
+    entry = entry_of(ASSUMING, **{name: value})
+    assert bytes_per_token(entry) == 16_384
+    assert any(name in note and "figures may be wrong" in note for note in entry.notes)
+
+
+@pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
+def test_what_is_switched_off_is_no_reason_to_doubt(value):
+    assert entry_of(kv_stride=value).notes == entry_of().notes
+
+
+@pytest.mark.parametrize("name", ["wibble", "n_frobs", "moe_wibble", "num_dense_experts"])
+def test_other_fields_that_nobody_reads_are_told_of(name):
+    entry = entry_of(**{name: 3})
+    assert bytes_per_token(entry) == 16_384
+    assert any(name in note for note in entry.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attention_dropout", 0.1),
+        ("attention_bias", True),
+        ("attn_logit_softcapping", 50.0),
+        ("query_pre_attn_scalar", 256),
+        ("layer_norm_epsilon", 1e-6),
+        ("rope_parameters", {"full_attention": {"rope_theta": 1}}),
+        ("vision_config", {"num_hidden_layers": 3}),
+        ("image_token_index", 5),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("initializer_range", 0.02),
+        ("partial_rotary_factor", 0.5),
+    ],
+)
+def test_what_means_nothing_to_a_cache_says_nothing(name, value):
+    assert entry_of(**{name: value}).notes == entry_of().notes
+
+
+def test_many_unknown_fields_are_counted():
+    with pytest.raises(ConfigurationError, match=r"kv_0: 1.*and 14 more") as caught:
+        entry_of(**{f"kv_{number}": 1 for number in range(20)})
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["kv_quant_groups", "kv_head_multiplier", "num_layers_factor", "cache_scale", "state_multiplier", "kv_tokens"],
+)
+def test_a_word_of_caches_counts_more_than_one_of_numbers(name):
+    with pytest.raises(ConfigurationError, match=name):
+        entry_of(**{name: 2})
+
+
+def test_what_lies_beside_a_nested_language_model_counts_too():
+    nested = {
+        "model_type": "wrapper",
+        "text_config": EIGHT,
+        "vision_config": {"num_hidden_layers": 2},
+        "hidden_act": "x",
+    }
+    assert catalog.of_config(nested, "test", AUTO).notes == ()
+    with pytest.raises(ConfigurationError, match="field kv_sharing_factor"):
+        catalog.of_config({**nested, "kv_sharing_factor": 2}, "test", AUTO)
+
+
+def test_what_was_read_is_told_with_what_it_decides():
+    read = {field.name: field for field in entry_of(model_type="glm_moe_dsa", kv_lora_rank=512, **LATENT).fields}
+    assert (read["num_hidden_layers"].value, read["num_hidden_layers"].decides) == (8, ("which layers there are",))
+    assert read["kv_lora_rank"].said_by == "config"
+    assert (read["index_topk"].value, read["index_topk"].said_by) == (2048, "table")
+    assert "num_key_value_heads" not in read
+
+
+def test_what_a_config_leaves_out_is_told_with_who_says_it(tmp_path):
+    """Of a file, the model's own class where transformers is installed, as here."""
+    given = {name: value for name, value in EIGHT.items() if value is not None}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given | {"model_type": "gemma2"}))
+    entry = catalog.read(path, AUTO)
+    assert bytes_per_token(entry) == 8 * 2 * 4 * 256 * 2
+    assert [layer.group for layer in entry.cache.layers] == ["window-4096", "full"] * 4
+    (note,) = entry.notes
+    assert note.startswith("left out by the config, and taken from its class in transformers: ")
+    assert "head_dim" in note
