@@ -76,6 +76,7 @@ def facts(
     return {
         "model": model,
         "tokens": tokens,
+        "fields": [{"name": model, "value": model, "decides": ["which layers there are"], "said_by": "config"}],
         "bytes_per_token": sum(kind["bytes_per_token"] for kind in kinds),
         "fixed_bytes": sum(kind["fixed_bytes"] for kind in kinds),
         "bytes": moved,

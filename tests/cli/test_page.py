@@ -90,6 +90,7 @@ def test_what_users_write_is_never_markup(key):
     facts = {**SAMPLES["four-to-two"](), key: evil}
     facts["pairs"][0]["reason"] = facts["verdict"]["text"] = facts["groups"][0]["name"] = evil
     facts["pairs"][0]["strategy"] = facts["source"]["words"] = facts["pairs"][0]["boxes"][0] = evil
+    facts["fields"][0]["name"] = facts["fields"][0]["value"] = evil
     for rank in facts["source"]["ranks"]:
         rank["axes"], rank["tokens"] = {evil: [0, 2]}, evil
     outline = Outline(page(facts))

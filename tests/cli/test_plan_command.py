@@ -187,6 +187,32 @@ def test_a_broken_configuration_is_one_clear_message(tmp_path, content):
     assert result.stdout == ""
 
 
+def test_a_field_that_nobody_knows_is_refused_unless_told_otherwise(tmp_path):
+    fields = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "vocab_size": 100,
+        "intermediate_size": 8,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields | {"kv_stride": 2}))
+    shape = ["--model", str(path), "--prefill", "tp=1", "--decode", "tp=2"]
+    refused = plan(*shape)
+    assert refused.exit_code == 2
+    assert "field kv_stride may change what a cache holds" in " ".join(refused.stderr.split())
+    found = facts(*shape, "--assume-standard")
+    assert found["bytes_per_token"] == 4 * 2 * 64 * 2
+    assert any("nobody has read kv_stride" in note for note in found["notes"])
+    (heads,) = [field for field in found["fields"] if field["name"] == "num_attention_heads"]
+    assert heads == {
+        "name": "num_attention_heads",
+        "value": 8,
+        "decides": ["keys and values", "active parameters"],
+        "said_by": "config",
+    }
+
+
 def test_a_hybrid_by_name_moves_its_windows_tail_and_its_fixed_states():
     """Gemma 3: 10 full layers, 52 with a window of 1,024 of which the last 1,023 tokens are still seen."""
     found = facts("--model", "gemma-3-27b", "--prefill", "tp=2", "--decode", "tp=1,pool=shared", "--tokens", "5000")
