@@ -144,10 +144,34 @@ def test_other_fields_that_nobody_reads_are_told_of(name):
         ("quantization_config", {"quant_method": "fp8"}),
         ("initializer_range", 0.02),
         ("partial_rotary_factor", 0.5),
+        ("ignore_index", -100),
+        ("indexer_rope_interleave", True),
+        ("index_share_for_mtp_iteration", True),
+        ("mtp_transformer_layers", 1),
+        ("attn_res_block_size", 12),
+        ("mla_use_nope", True),
+        ("moe_router_dtype", "float32"),
     ],
 )
 def test_what_means_nothing_to_a_cache_says_nothing(name, value):
     assert entry_of(**{name: value}).notes == entry_of().notes
+
+
+def test_a_field_of_draft_layers_counts_where_these_are_asked_for():
+    options = Options("auto", draft_layers=True)
+    with pytest.raises(ConfigurationError, match="field mtp_transformer_layers"):
+        catalog.of_config({**EIGHT, "mtp_transformer_layers": 1}, "test", options)
+
+
+def test_what_is_listed_says_more_than_a_rule():
+    """A list of indexers and one of experts, beside the rules that they follow; windows beside a chunk of as much."""
+    rules = {"index_topk_freq": 2, "index_skip_topk_offset": 1, "moe_layer_freq": 1, "first_k_dense_replace": 1}
+    listed = {"indexer_types": ["full", "shared"] * 4, "mlp_layer_types": ["dense"] * 8, "num_experts": 4}
+    entry = entry_of(model_type="glm_moe_dsa", kv_lora_rank=512, num_experts_per_tok=2, **LATENT, **rules, **listed)
+    assert bytes_per_token(entry) == 8 * 2 * (512 + 64) + 4 * 132
+    assert not [note for note in entry.notes if "nobody" in note]
+    windows = {"hybrid_layer_pattern": [0, 1] * 4, "sliding_window": 32, "attention_chunk_size": 32}
+    assert [layer.group for layer in entry_of(**windows).cache.layers] == ["full", "window-32"] * 4
 
 
 def test_many_unknown_fields_are_counted():

@@ -53,7 +53,7 @@ def of_config(
     active = sum(mixer.num_parameters for each in mixers for mixer in each) + _other_parameters(fields, layers)
     read = _read(fields, given_names(config), "transformers" if completed else "table")
     notes = _notes(fields.about("notes"), layers, options) + _left_out(read)
-    notes += check_unused((fields, outer_fields(name, config)), len(layers), options.assume_standard)
+    notes += check_unused((fields, outer_fields(name, config)), len(layers), options)
     return Entry(name, CacheModel(len(layers), tuple(kept)), active, notes, read)
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvferry.catalog.config.fields import Fields, short
+from kvferry.catalog.records import Options
 from kvferry.errors import ConfigurationError
 
 MAX_NAMED = 6
@@ -31,12 +32,15 @@ NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
         ".*norm(s|alize|alization)?(_.*)?|.*eps(ilon)?|.*bias(es)?|.*softcap.*|.*_act(_fn|_func)?|.*activation.*|lm_head.*",
     ),
     "how it was trained": _any_of(
-        ".*drop(out)?(_.*)?|.*[a-z]pdrop|.*_init(ializer)?(_.*)?|init.*|.*_std|.*_loss(_.*)?"
+        ".*drop(out)?(_.*)?|.*[a-z]pdrop|.*_init(ializer)?(_.*)?|init.*|.*_std|.*_loss(_.*)?|ignore_index"
     ),
-    "where tokens lie": _any_of("rope_.*|(use_|no_)?m?rope(_layers?|_layer_interval)?|.*(rotary|_theta).*"),
+    "what a layer adds to": _any_of(".*residual.*|attn_res_.*"),
+    "where tokens lie": _any_of(
+        "rope_.*|(use_|no_)?m?rope(_layers?|_layer_interval)?|.*(rotary|_theta).*|.*rope_interleaved?"
+    ),
     "how it is computed": _any_of(".*attn_implementation.*|cache_implementation|(mamba_)?chunk_size(_feed_forward)?"),
     "what encodes images, sounds and other inputs": _any_of(
-        "mm_.*|vit_.*|vq_.*|spatial_.*|.*(vision|visual|image|video|audio|speech|sound|pixel|patch|projector|multimodal|tower).*"
+        "mm_.*|vit_.*|vq_.*|qformer_.*|spatial_.*|.*(vision|visual|image|video|audio|speech|sound|pixel|patch|projector|multimodal|tower).*"
     ),
 }
 """What these names say is certain, whatever else they are made of."""
@@ -58,15 +62,16 @@ LIKELY_NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
     "which experts a token is given to": _any_of("n_group|topk_group|num_expert_group|topk_method|scoring_func"),
     "how it was trained": _any_of(".*aux_.*|gradient_.*|.*jitter.*|seed"),
     "where tokens lie": _any_of(
-        ".*_rope|.*yarn.*|nope.*|(use_)?alibi.*|.*position(s|al)?(_.*)?|n_ctx|model_max_length",
+        ".*_rope|.*yarn.*|(.*_)?nope(_.*)?|(use_)?alibi.*|.*position(s|al)?(_.*)?|n_ctx|model_max_length",
         "(max_|original_max_|train_)?(seq|sequence|ctx|context)(_.*)?",
     ),
     "how numbers are scaled": _any_of(
         ".*_?rms.*|.*scal(e|es|ing|ar).*|.*multipliers?|.*clip.*|.*_factor|.*_limits?(_.*)?|.*logits?(_.*)?|.*fp32.*",
-        ".*_(alpha|beta|gamma)|.*temperature.*|.*_a_log(_.*)?|.*eigval.*|.*(time_step|dt)_.*|(use_)?parallel_(residual|attn)",
+        ".*_(alpha|beta|gamma)|.*temperature.*|.*_a_log(_.*)?|.*eigval.*|.*(time_step|dt)_.*|(use_)?parallel_attn|.*overlap.*",
+        "(use_)?(.*_)?gate(_.*)?",
     ),
     "how it is computed": _any_of(
-        "use_flash.*|.*fused.*|use_.*kernels?|.*_backend|use_grouped.*|use_associative_scan|.*_use_swiglu",
+        "use_flash.*|.*fused.*|.*_dtype|use_.*kernels?|.*_backend|use_grouped.*|use_associative_scan|.*_use_swiglu",
         "use_bidirectional_attention|block_(multiple_of|auto_adjust_ff_dim|dim)",
     ),
 }
@@ -85,16 +90,21 @@ _OF_MLPS = re.compile(
 _NOT_OF_MLPS = re.compile("attn|attention|head|kv|cache")
 
 
-def check_unused(read: Sequence[Fields], num_layers: int, assume_standard: bool) -> tuple[str, ...]:
+_OF_DRAFTS = re.compile("mtp|nextn|draft|eagle|medusa")
+
+
+def check_unused(read: Sequence[Fields], num_layers: int, options: Options) -> tuple[str, ...]:
     """What is to be said of fields that nobody has `read`.
 
-    Raises ConfigurationError for one that looks as if it changed the cache, unless `assume_standard` takes the cache
-    for one without it.
+    Raises ConfigurationError for one that looks as if it changed the cache, unless `options` say to take the cache for
+    one without it.
     """
     unused = (one for fields in read for one in fields.unused())
     unknown = [(name, value) for name, value in unused if _is_on(value) and not _means_nothing(name)]
+    if not options.draft_layers:
+        unknown = [(name, value) for name, value in unknown if not _OF_DRAFTS.search(name)]
     doubtful = [(name, value) for name, value in unknown if _may_change_cache(name, value, num_layers)]
-    if doubtful and not assume_standard:
+    if doubtful and not options.assume_standard:
         (name, value), *others = doubtful
         raise ConfigurationError(
             f"{read[0].source}: field {name} may change what a cache holds, and the catalog does not know it",

@@ -60,6 +60,7 @@ def indexer_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     if listed and len(listed) != num_layers:
         raise fields.wrong("indexer_types", list(listed), f"one entry for each of the {num_layers} layers")
     if listed:
+        fields.skip("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
         return tuple(word != "shared" for word in listed)
     pattern = fields.word("index_topk_pattern")
     if pattern:

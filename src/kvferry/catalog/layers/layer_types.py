@@ -165,6 +165,7 @@ def _limited(fields: Fields, num_layers: int) -> tuple[str, ...]:
         sliding = fields.counts("hybrid_layer_pattern")
         if len(sliding) != num_layers:
             raise fields.wrong("hybrid_layer_pattern", list(sliding), f"a number for each of the {num_layers} layers")
+        fields.skip("attention_chunk_size")
         return tuple("sliding_attention" if mark else "full_attention" for mark in sliding)
     if fields.count("attention_chunk_size"):
         return _where(num_layers, _without_positions(fields, num_layers), "full_attention", "chunked_attention")

@@ -7,19 +7,24 @@ from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.layers.layer_types import Layer
 
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 # Experts that work in a space narrower than the hidden one.
 _LATENT_SIZE = ("moe_latent_size", "routed_expert_hidden_size")
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 # The first layers, whose MLPs are dense.
 _NUM_DENSE = ("first_k_dense_replace", "num_dense_layers")
-_SHARED_SIZE = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+_SHARED_SIZE = (
+    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
+    "share_expert_dim",
+)
 
 
 def mlp_parameters(fields: Fields, layers: tuple[Layer, ...]) -> int:
     """Weights of all MLPs that one token is multiplied with."""
     num_dense, num_sparse = _num_layers(fields, layers)
+    # When shared experts are computed; and what there is to say of experts where there are none.
+    fields.skip("moe_shared_expert_overlap", *(() if num_sparse else ("moe_intermediate_size", *_NUM_DENSE, *_CHOSEN)))
     dense = _size(fields, _dense_size(fields)) if num_dense else 0
     return num_dense * dense + (num_sparse * _sparse(fields) if num_sparse else 0)
 
@@ -35,8 +40,7 @@ def _num_layers(fields: Fields, layers: tuple[Layer, ...]) -> tuple[int, int]:
     if hybrid and len(hybrid) < len(layers):
         # Where only some layers add attention to their state space, the MLP comes with the attention (Zamba 2).
         return len(hybrid), 0
-    if fields.count(*_EXPERTS) <= 1:
-        fields.skip("moe_intermediate_size", *_NUM_DENSE, *_CHOSEN)
+    if fields.count(*_EXPERTS) <= 1 or not fields.flag("enable_moe_block", True):
         return len(layers), 0
     sparse = sum(_is_sparse(fields, len(layers)))
     return len(layers) - sparse, sparse
@@ -46,7 +50,7 @@ def _is_sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     every = range(num_layers)
     listed = fields.words("mlp_layer_types")
     if listed:
-        fields.skip("decoder_sparse_step", "mlp_only_layers", *_NUM_DENSE)
+        fields.skip("decoder_sparse_step", "mlp_only_layers", "moe_layer_freq", *_NUM_DENSE)
         return tuple(word == "sparse" for word in listed[:num_layers])
     if fields.has("moe_layers"):
         fields.skip("interleave_moe_layer_step")
