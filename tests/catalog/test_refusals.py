@@ -202,3 +202,21 @@ def test_a_shipped_name_comes_before_a_folder_of_the_same_name(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert catalog.read("qwen3-8b", AUTO).cache.num_layers == 36
     assert catalog.read("./qwen3-8b", AUTO).cache.num_layers == 6
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({}, "found: no model_type, and nothing else"),
+        ({"a": 1, "b": [2]}, "found: no model_type, and a, b"),
+        ({"model_type": "dinov2", "num_hidden_layers": 2, "patch_size": 14}, "model_type dinov2, a model of images"),
+        ({"_class_name": "UNet2DConditionModel"}, "a model of a diffusion pipeline, by its _class_name"),
+        ({"model_type": "clip", "text_config": BASE}, "generates no text.*found: model_type clip"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder and a decoder"),
+    ],
+)
+def test_what_is_no_language_model_is_told_what_it_is(config, kind):
+    with pytest.raises(ConfigurationError, match=kind) as caught:
+        catalog.of_config(config, "models/other/config.json", AUTO)
+    assert "pass the model's own" not in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from kvferry.catalog.config.class_defaults import class_values
+from kvferry.catalog.config.fields import BY_NUMBERS
 from kvferry.catalog.model import of_config
 from kvferry.catalog.records import Entry, Options
 from kvferry.errors import ConfigurationError
@@ -89,9 +90,7 @@ def _decoded(name: str, content: bytes) -> dict[str, object]:
     try:
         return msgspec.json.decode(content, type=dict[str, object])
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise ConfigurationError(
-            f"{name}: is not a JSON object", found=str(error)[:200], hint="pass the config.json of a model"
-        ) from error
+        raise ConfigurationError(f"{name}: is not a JSON object", found=str(error)[:200], hint=BY_NUMBERS) from error
 
 
 def _unknown(source: str) -> ConfigurationError:

@@ -110,7 +110,8 @@ def language_fields(
         fields = Fields(nested.source, inherited | dict(nested.values))
         fields.skip(*inherited)
         completed = Fields(source, completed).inner(*_NESTED).values
-    _check_generates(source, config, family)
+    for each in dict.fromkeys((Fields(source, config).word("model_type"), family)):
+        _check_generates(source, config, each)
     for name, what in _UNKNOWN.items():
         if fields.raw(name):
             raise ConfigurationError(

@@ -11,6 +11,16 @@ MAX_NUMBER = 2**24
 """No size of a model comes near it; what lies above is an accident or an attack."""
 
 MAX_LAYERS = 4096
+BY_NUMBERS = "without a config, plan with --layers, --heads, --head-dim and --dtype"
+
+_OF_OTHERS: Mapping[str, str] = {
+    "patch_size": "images",
+    "image_size": "images",
+    "vision_config": "images",
+    "num_mel_bins": "sounds",
+    "conv_kernel": "sounds",
+    "_class_name": "a diffusion pipeline",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +146,7 @@ class Fields:
                 f"{self.source}: {what} is not a whole number",
                 found=f"{dividend} / {divisor}",
                 expected="the first to be a multiple of the second",
-                hint="compare the fields with the model's own config.json",
+                hint=BY_NUMBERS,
             )
         return dividend // divisor
 
@@ -144,8 +154,9 @@ class Fields:
         """The error for a field that must be given."""
         return ConfigurationError(
             f"{self.source}: field {' or '.join(names)} is missing",
-            expected="a config.json that describes a language model",
-            hint="pass the model's own config.json, as it was saved with its weights",
+            found=self._kind(),
+            expected="the config of a language model",
+            hint=BY_NUMBERS,
         )
 
     def wrong(self, name: str, value: object, expected: str) -> ConfigurationError:
@@ -154,8 +165,15 @@ class Fields:
             f"{self.source}: field {name} cannot be used",
             found=short(value),
             expected=expected,
-            hint="compare it with the model's own config.json",
+            hint=BY_NUMBERS,
         )
+
+    def _kind(self) -> str:
+        """What the config is of, as far as it says."""
+        own = [name for name in self.values if name not in ("dtype", "model_type")]
+        seen = next((f"a model of {what}, by its {name}" for name, what in _OF_OTHERS.items() if name in own), "")
+        family = f"model_type {self.values['model_type']}" if self.values.get("model_type") else "no model_type"
+        return f"{family}, {seen or ('and ' + ', '.join(own[:4]) if own else 'and nothing else')}"[:200]
 
     def _given(self, names: tuple[str, ...]) -> str:
         self.used.update(self.prefix + name for name in names)
