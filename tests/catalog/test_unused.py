@@ -83,6 +83,21 @@ def test_layers_of_a_kind_may_have_numbers_of_their_own():
     assert bytes_per_token(entry) == 4 * 2 * 2 * (2 * 64 + 4 * 32)
 
 
+SPARSE = {"sparse_index_dim": 128, "sparse_num_index_heads": 4, "sparse_topk_blocks": 16, "sparse_block_size": 128}
+
+
+def test_sparse_layers_keep_a_key_that_all_heads_share():
+    """Worked by hand from SGLang's pools: 128 elements in 16 bits for each of five layers."""
+    marks = [0] * 3 + [1] * 5
+    lists = {"sparse_attention_freq": marks, "sparse_disable_index_value": marks}
+    entry = entry_of(num_key_value_heads=2, sparse_attention_config={**SPARSE, **lists, "use_sparse_attention": True})
+    assert bytes_per_token(entry) == 8 * 2 * 2 * 64 * 2 + 5 * 128 * 2
+    off = entry_of(num_key_value_heads=2, sparse_attention_config={**SPARSE, **lists, "use_sparse_attention": False})
+    assert bytes_per_token(off) == 8 * 2 * 2 * 64 * 2
+    with pytest.raises(ConfigurationError, match="sparse_disable_index_value"):
+        entry_of(sparse_attention_config={**SPARSE, **lists, "sparse_disable_index_value": [0] * 8})
+
+
 def test_experts_may_be_narrower_than_the_model():
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 2048}
     wide, *narrow = (

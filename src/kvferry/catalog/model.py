@@ -122,7 +122,7 @@ def _layer_mixers(
         if fields.has("kv_lora_rank"):
             yield latent_attention(fields.about("latents"), layer.attention, item, has_indexer)
         else:
-            yield attention(fields.about("keys and values"), layer.attention, item)
+            yield attention(fields.about("keys and values"), layer.attention, item, has_indexer)
     if layer.recurrent == "conv":
         yield linear.short_convolution(fields.about("states"), model_item(fields.about("size of an element")))
     if layer.recurrent == "linear":

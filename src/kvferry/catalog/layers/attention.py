@@ -11,9 +11,10 @@ HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_at
 """Names of how many heads keys and values have."""
 
 
-def attention(fields: Fields, kind: str, item: Item) -> Mixer:
+def attention(fields: Fields, kind: str, item: Item, has_indexer: bool = False) -> Mixer:
     """Key and value of a token, whose heads tensor parallelism divides; and the weights of the four projections.
 
+    An indexer of sparse attention adds a key that all heads share, in the cache's element as SGLang 0.5.23 keeps it.
     Some models give their sliding (`swa_`) or full (`global_`) layers other heads.
     """
     reach, swa = reach_of(fields, kind), ("swa_",) if kind == "window" else ()
@@ -36,6 +37,9 @@ def attention(fields: Fields, kind: str, item: Item) -> Mixer:
     num_parameters = hidden_size * (num_query_heads * (query_dim + value_dim) + num_heads * (key_dim + value_dim))
     head = Axis("head", num_heads)
     kept = [reach.row(name, item, (head, Axis("dim", dim)), "head") for name, dim in (("k", key_dim), ("v", value_dim))]
+    if has_indexer and fields.has("sparse_attention_config"):
+        dim = fields.inner("sparse_attention_config").number("sparse_index_dim")
+        kept.append(reach.row("indexer.k", item, (Axis("dim", dim),), ""))
     return Mixer(reach.group, num_parameters, tuple(kept))
 
 

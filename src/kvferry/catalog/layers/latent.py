@@ -56,6 +56,9 @@ def _indexer_keys(reach: Reach, dim: int) -> tuple[Kept, Kept]:
 
 def indexer_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Per layer whether it has an indexer of its own; the others use the choice of a layer before them."""
+    sparse = fields.inner("sparse_attention_config")
+    if sparse.values:
+        return _sparse_layers(sparse, num_layers)
     listed = fields.words("indexer_types")
     if listed and len(listed) != num_layers:
         raise fields.wrong("indexer_types", list(listed), f"one entry for each of the {num_layers} layers")
@@ -69,3 +72,20 @@ def indexer_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     every = fields.number_or(1, "index_topk_freq")
     offset = fields.count("index_skip_topk_offset") if fields.has("index_skip_topk_offset") else 2
     return tuple(max(layer - offset + 1, 0) % every == 0 for layer in range(num_layers))
+
+
+def _sparse_layers(sparse: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Those that choose blocks of tokens by keys of their own. An indexer with values of its own is not known."""
+    sparse.skip(
+        *(f"sparse_{name}" for name in ("block_size", "topk_blocks", "init_block", "local_block", "score_type"))
+    )
+    sparse.skip("sparse_num_index_heads")  # of queries, which share one key
+    if not sparse.flag("use_sparse_attention", True):
+        sparse.skip(*sparse.values)
+        return (False,) * num_layers
+    marks, without_values = (sparse.counts(f"sparse_{name}") for name in ("attention_freq", "disable_index_value"))
+    if len(marks) != num_layers:
+        raise sparse.wrong("sparse_attention_freq", list(marks), f"a number for each of the {num_layers} layers")
+    if without_values != marks:
+        raise sparse.wrong("sparse_disable_index_value", list(without_values), "the same as sparse_attention_freq")
+    return tuple(bool(mark) for mark in marks)

@@ -57,6 +57,7 @@ def _is_sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
         chosen = set(fields.counts("moe_layers"))
         return tuple(layer in chosen for layer in every)
     if isinstance(fields.raw("moe_layer_freq"), list):
+        fields.skip(*_NUM_DENSE)
         return tuple(bool(mark) for mark in fields.counts("moe_layer_freq")[:num_layers])
     if fields.has("expert_layer_period"):
         period, offset = fields.number("expert_layer_period"), fields.count("expert_layer_offset")
@@ -71,7 +72,8 @@ def _is_sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 def _dense_size(fields: Fields) -> int:
     """Of MLPs whose size is given per layer, the mean."""
-    name = "intermediate_size_mlp" if fields.has("intermediate_size_mlp") else "intermediate_size"
+    own = ("intermediate_size_mlp", "dense_intermediate_size")
+    name = next((name for name in own if fields.has(name)), "intermediate_size")
     if isinstance(fields.raw(name), list):
         sizes = fields.counts(name)
         return sum(sizes) // max(1, len(sizes))
