@@ -22,7 +22,7 @@ BIN := .venv/bin
 VLLM_BIN = $(VLLM_ENVIRONMENT)/bin
 SGLANG_BIN := .venv-sglang/bin
 
-.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels docs docs-serve format clean
+.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-catalog docs docs-serve format clean
 
 up: .venv/engine
 	@$(BIN)/kvferry up $(ARGS)
@@ -49,7 +49,7 @@ e2e: .venv/dev
 
 # What `make test` leaves out for the time that it takes.
 slow: .venv/dev
-	$(BIN)/pytest -n $(FLEETS) --dist loadfile -m "slow and not chaos" $(ARGS)
+	$(BIN)/pytest -n $(FLEETS) --dist loadfile -m "slow and not (chaos or catalog)" $(ARGS)
 
 # Everything that kills, stops and restarts processes, with the times that it took.
 chaos: .venv/dev
@@ -84,6 +84,11 @@ test-sglang: .venv-sglang/ready-$(SGLANG_VERSION)
 test-kernels: .venv/dev
 	$(BIN)/pip install --quiet --editable ".[kernels]"
 	$(BIN)/pytest tests/staging $(ARGS)
+
+# The catalog beside every model that transformers, and that vLLM, builds from its class's defaults.
+test-catalog: .venv/dev $(VLLM_ENVIRONMENT)/ready
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m catalog $(ARGS)
+	$(VLLM_BIN)/python -m pytest tests/vllm/test_catalog_on_vllm.py $(ARGS)
 
 # The documentation as a site in build/site; a link that leads nowhere is an error.
 docs: .venv/docs

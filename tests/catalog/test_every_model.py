@@ -1,5 +1,5 @@
 """Every model that transformers builds to generate text: what its own cache holds of a token, beside what the catalog
-reads from its config. Equal, or refused: `pytest tests/catalog/test_every_model.py -m slow` counts them."""
+reads from its config. Equal, or refused: `make test-catalog` counts them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvferry import catalog
 from kvferry.errors import ConfigurationError
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.catalog, pytest.mark.filterwarnings("ignore")]
 
 NUM_TOKENS = 3
 

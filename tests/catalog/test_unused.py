@@ -98,6 +98,26 @@ def test_sparse_layers_keep_a_key_that_all_heads_share():
         entry_of(sparse_attention_config={**SPARSE, **lists, "sparse_disable_index_value": [0] * 8})
 
 
+def test_single_layers_may_have_numbers_of_their_own():
+    own = {"1": {"num_key_value_heads": 4, "head_dim": None}, "07": {"num_key_value_heads": 2, "head_dim": 32}}
+    entry = entry_of(num_key_value_heads=2, head_dim=64, per_layer_config=own)
+    assert bytes_per_token(entry) == (6 * 2 * 64 + 4 * 64 + 2 * 32) * 2 * 2
+    with pytest.raises(ConfigurationError, match="head_dim cannot be used; found: 'wide'"):
+        entry_of(per_layer_config={"1": {"head_dim": "wide"}})
+    with pytest.raises(ConfigurationError, match=r"field first cannot be used.*one of the 8 layers"):
+        entry_of(per_layer_config={"first": {"head_dim": 32}})
+    with pytest.raises(ConfigurationError, match=r"field per_layer_config\.1\.kv_stride may change"):
+        entry_of(per_layer_config={"1": {"kv_stride": 2}})
+
+
+def test_a_list_of_linear_layers_says_which_ones_are_not():
+    """As one of layers with attention does; both count from 1."""
+    own = {"num_heads": 8, "head_dim": 64, "short_conv_kernel_size": 4}
+    for lists in ({"kda_layers": [1, 2, 3, 5, 6, 7]}, {"full_attn_layers": [4, 8]}):
+        groups = [layer.group for layer in entry_of(linear_attn_config={**own, **lists}).cache.layers]
+        assert groups == (["recurrent"] * 3 + ["full"]) * 2
+
+
 def test_experts_may_be_narrower_than_the_model():
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 2048}
     wide, *narrow = (
@@ -187,6 +207,17 @@ def test_what_is_listed_says_more_than_a_rule():
     assert not [note for note in entry.notes if "nobody" in note]
     windows = {"hybrid_layer_pattern": [0, 1] * 4, "sliding_window": 32, "attention_chunk_size": 32}
     assert [layer.group for layer in entry_of(**windows).cache.layers] == ["full", "window-32"] * 4
+
+
+@pytest.mark.parametrize("family", ["never-heard-of", "gemma2"])
+def test_without_help_of_a_class_our_table_counts(family, tmp_path):
+    """Nobody knows the one, and the other's class refuses what is written there: as without transformers."""
+    given = {name: value for name, value in EIGHT.items() if value is not None} | {"rms_norm_eps": "small"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given | {"model_type": family}))
+    entry = catalog.read(path, AUTO)
+    assert not any("transformers" in note for note in entry.notes)
+    assert bytes_per_token(entry) == (8 * 2 * 8 * 256 * 2 if family == "gemma2" else 16_384)
 
 
 def test_many_unknown_fields_are_counted():

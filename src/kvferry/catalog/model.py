@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -99,17 +100,22 @@ def _mixers(
     fields: Fields, layers: tuple[Layer, ...], has_indexers: tuple[bool, ...], options: Options
 ) -> list[tuple[Mixer, ...]]:
     """The mixers of each layer; layers alike share one description."""
-    keys = list(zip(layers, has_indexers, _own_numbers(fields, len(layers)), strict=True))
+    own = _own_numbers(fields, len(layers))
+    by_layer = {int(layer): numbers for layer, numbers in own.items()}
+    keys = list(zip(layers, has_indexers, (by_layer.get(layer, ()) for layer in range(len(layers))), strict=True))
     made = {key: tuple(_layer_mixers(fields, *key, options)) for key in dict.fromkeys(keys)}
+    for layer, numbers in own.items():
+        fields.skip(*(f"per_layer_config.{layer}.{name}" for name, _ in numbers if name in fields.used))
     return [made[key] for key in keys]
 
 
-def _own_numbers(fields: Fields, num_layers: int) -> list[tuple[tuple[str, int], ...]]:
-    """The numbers in which single layers differ from the others."""
+def _own_numbers(fields: Fields, num_layers: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    """The numbers in which single layers differ from the others, by the layer's number as it is written: 5 or 05."""
     given = fields.inner("per_layer_config")
-    numbers = {name: tuple(given.inner(name).all_numbers()) for name in given.values}
-    by_layer = {int(name): found for name, found in numbers.items() if name.isdecimal()}
-    return [by_layer.get(layer, ()) for layer in range(num_layers)]
+    for name in given.values:
+        if not re.fullmatch("[0-9]{1,4}", name) or int(name) >= num_layers:
+            raise given.wrong(name, given.values[name], f"the number of one of the {num_layers} layers as its name")
+    return {name: tuple(given.inner(name).all_numbers()) for name in given.values}
 
 
 def _layer_mixers(

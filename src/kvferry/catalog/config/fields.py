@@ -118,9 +118,9 @@ class Fields:
 
     def all_numbers(self) -> Iterator[tuple[str, int]]:
         """Every field that is given, each of which is to be a whole number from 0 to MAX_NUMBER."""
-        for name in self.values:
-            if self.has(name):
-                yield name, self.count(name)
+        for name, value in self.values.items():
+            if value is not None:
+                yield name, self._whole(name, value, 0)
 
     def with_values(self, values: Mapping[str, object]) -> Fields:
         """Other values of the same fields."""

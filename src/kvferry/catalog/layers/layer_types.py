@@ -63,7 +63,7 @@ def layers_of(fields: Fields) -> tuple[Layer, ...]:
     if listed and len(listed) != num_layers:
         raise fields.wrong("layer_types", list(listed), f"one entry for each of the {num_layers} layers")
     if listed:
-        fields.skip(*_ARRANGEMENTS, *_MORE_RULES)
+        fields.skip(*_ARRANGEMENTS, *_MORE_RULES, *(() if "conv" in listed else ("conv_L_cache",)))
         fields.inner("linear_attn_config").skip("full_attn_layers", "kda_layers")
     return tuple(_layer(fields, word) for word in listed or _arranged(fields, num_layers))
 
