@@ -81,7 +81,8 @@ def given_names(config: Mapping[str, object]) -> frozenset[str]:
     values = {**config, **Fields("", config).inner(*_NESTED).values}
     names = frozenset(name for name, value in values.items() if value is not None)
     renamed = family_of(str(values.get("model_type"))).renamed
-    return names | {renamed[name] for name in names & set(renamed)} | {"model_type"}
+    also = {"model_type", *(("dtype",) if "torch_dtype" in names else ())}
+    return names | {renamed[name] for name in names & set(renamed)} | also
 
 
 def outer_fields(source: str, config: Mapping[str, object]) -> Fields:
