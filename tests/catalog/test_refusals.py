@@ -213,6 +213,7 @@ def test_a_shipped_name_comes_before_a_folder_of_the_same_name(tmp_path, monkeyp
         ({"_class_name": "UNet2DConditionModel"}, "a model of a diffusion pipeline, by its _class_name"),
         ({"model_type": "clip", "text_config": BASE}, "generates no text.*found: model_type clip"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder and a decoder"),
+        ({"model_type": "minicpm3", **BASE, **LATENT}, "different caches of this model.*vLLM.*SGLang"),
     ],
 )
 def test_what_is_no_language_model_is_told_what_it_is(config, kind):

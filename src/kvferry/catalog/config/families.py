@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.catalog.config.fields import Fields
+from kvferry.catalog.config.fields import BY_NUMBERS, Fields
 from kvferry.errors import ConfigurationError
 
 
@@ -23,7 +23,8 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `defaults` are values of fields that a config leaves out, `renamed` its names for what others call differently.
     `text_model` is the family of a nested text config that does not name its own. `every_layer` is the type of all
     layers where the config names none. A `plain_mlp` has two matrices, not three, though its activation does not tell.
-    An `encoder` generates text, and keeps a cache, only with `is_decoder`.
+    An `encoder` generates text, and keeps a cache, only with `is_decoder`. `differs` says how the caches of two engines
+    differ, of which a config tells neither.
     """
 
     defaults: dict[str, Any] = {}
@@ -32,6 +33,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     every_layer: str = ""
     plain_mlp: bool = False
     encoder: bool = False
+    differs: str = ""
 
 
 _FAMILIES = msgspec.json.decode(
@@ -113,6 +115,13 @@ def language_fields(
         completed = Fields(source, completed).inner(*_NESTED).values
     for each in dict.fromkeys((Fields(source, config).word("model_type"), family)):
         _check_generates(source, config, each)
+    if family_of(family).differs:
+        raise ConfigurationError(
+            f"{source}: engines keep different caches of this model",
+            found=f"model_type {family}: {family_of(family).differs}",
+            expected="one whose config says what every engine keeps",
+            hint=BY_NUMBERS,
+        )
     for name, what in _UNKNOWN.items():
         if fields.raw(name):
             raise ConfigurationError(
