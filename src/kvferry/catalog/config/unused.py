@@ -40,7 +40,7 @@ NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
     ),
     "how it is computed": _any_of(".*attn_implementation.*|cache_implementation|(mamba_)?chunk_size(_feed_forward)?"),
     "what encodes images, sounds and other inputs": _any_of(
-        "mm_.*|img_.*|vit_.*|vq_.*|qformer_.*|spatial_.*|.*(vision|visual|image|video|audio|speech|sound|pixel|patch|projector|multimodal|tower).*"
+        "mm_.*|img_.*|num_query_tokens|insert_layer_id|vit_.*|vq_.*|qformer_.*|spatial_.*|.*(vision|visual|image|video|audio|speech|sound|pixel|patch|projector|multimodal|tower).*"
     ),
 }
 """What these names say is certain, whatever else they are made of."""
