@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvferry import catalog
 from kvferry.errors import ConfigurationError
 
-pytestmark = [pytest.mark.slow, pytest.mark.catalog, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.catalog, pytest.mark.uncounted, pytest.mark.filterwarnings("ignore")]
 
 NUM_TOKENS = 3
 
