@@ -153,6 +153,31 @@ def test_a_field_that_may_change_a_cache_is_refused_by_its_name(name, value):
     assert any(name in note and "figures may be wrong" in note for note in entry.notes)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "recurrent_dtype",
+        "ssm_expand_factor",
+        "latent_scale",
+        "attention_group_limit",
+        "index_topk_blocks",
+        "chunk_alpha",
+    ],
+)
+def test_a_word_of_caches_counts_more_than_what_a_name_ends_with(name):
+    with pytest.raises(ConfigurationError, match=name):
+        entry_of(**{name: 2})
+
+
+def test_other_numbers_of_queries_decide_keys_where_these_have_none():
+    """Keys that are as many as queries are as many in each layer as queries there, which is not described."""
+    queries = {"num_attention_heads_per_layer": [8, 4] * 4}
+    assert bytes_per_token(entry_of(**queries, num_key_value_heads=2, head_dim=64)) == 4096
+    for fields in ({"head_dim": 64}, {"num_key_value_heads": 2}):
+        with pytest.raises(ConfigurationError, match="num_attention_heads_per_layer"):
+            entry_of(**queries, **fields)
+
+
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
 def test_what_is_switched_off_is_no_reason_to_doubt(value):
     assert entry_of(kv_stride=value).notes == entry_of().notes

@@ -24,23 +24,36 @@ NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
     "whose model it is, and who wrote the file": _any_of(
         "_.*|architectures|auto_map|name_or_path|transformers_version"
     ),
-    "how answers are sampled and returned": _any_of("output_.*|return_dict.*|use_cache|keys_to_ignore_at_inference"),
+    "which tokens there are": _any_of(".*_token(_id|_ids|_index|_idx)?"),
+    "how answers are sampled and returned": _any_of(
+        "output_.*|return_dict.*|use_cache|keys_to_ignore_at_inference|num_beam_groups"
+    ),
     "how weights are stored, tied and looked up": _any_of(
         "(torch_)?dtype|quant.*|tie_.*|.*_tied|num_mem_blocks|(hidden|vocab)_size_per_layer_input"
     ),
-    "how numbers are normed and bounded": _any_of(
-        ".*norm(s|alize|alization)?(_.*)?|.*eps(ilon)?|.*bias(es)?|.*softcap.*|.*_act(_fn|_func)?|.*activation.*|lm_head.*",
+    "which experts a token is given to": _any_of(
+        "n_group|topk_group|num_expert_group|topk_method|scoring_func|use_grouped_topk"
+    ),
+    "how numbers are normed, scaled and bounded": _any_of(
+        ".*norm(s|alize|alization)?(_.*)?|.*eps(ilon)?|.*bias(es)?|.*softcap.*|.*_act(_fn|_func)?|.*activation.*",
+        "lm_head.*|(attention|key|ssm)_(in_|out_)?multipliers?|query_pre_attn_scalar|attention_(value_)?scal(e|ing)",
+        "attn_(scale|temperature_.*)|(full|linear)_attn_(alpha|beta)_factor|linear_a_log_.*|.*eigval",
+        "(mamba_|linear_)?(dt|time_step)_(min|max|init.*|floor|limit|rank)",
     ),
     "how it was trained": _any_of(
         ".*drop(out)?(_.*)?|.*[a-z]pdrop|.*_init(ializer)?(_.*)?|init.*|.*_std|.*_loss(_.*)?|ignore_index"
     ),
-    "what a layer adds to": _any_of(".*residual.*|attn_res_.*"),
+    "what a layer adds to": _any_of(".*residual.*|attn_res_.*|(use_)?parallel_attn"),
     "where tokens lie": _any_of(
         "rope_.*|(use_|no_)?m?rope(_layers?|_layer_interval)?|.*(rotary|_theta).*|.*rope_interleaved?"
     ),
-    "how it is computed": _any_of(".*attn_implementation.*|cache_implementation|(mamba_)?chunk_size(_feed_forward)?"),
+    "how it is computed": _any_of(
+        ".*attn_implementation.*|cache_implementation|(mamba_)?chunk_size(_feed_forward)?|use_.*_kernels?|.*_in_fp32",
+        "use_bidirectional_attention|(router|gate|moe_router)_dtype|block_(multiple_of|auto_adjust_ff_dim|use_.*|dim)",
+    ),
     "what encodes images, sounds and other inputs": _any_of(
-        "mm_.*|img_.*|num_query_tokens|insert_layer_id|vit_.*|vq_.*|qformer_.*|spatial_.*|.*(vision|visual|image|video|audio|speech|sound|pixel|patch|projector|multimodal|tower).*"
+        "mm_.*|img_.*|num_query_tokens|insert_layer_id|vit_.*|vq_.*|qformer_.*|spatial_.*",
+        ".*(vision|visual|image|video|audio|speech|sound|pixel|patch|projector|multimodal|tower).*",
     ),
 }
 """What these names say is certain, whatever else they are made of."""
@@ -50,44 +63,34 @@ LIKELY_NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
         "model_type|.*_version|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params",
         "classifier_.*|summary_.*",
     ),
-    "which tokens there are": _any_of(
-        ".*_token(_id|_ids|_index|_idx)?|tokenizer_.*|.*_vocab_.*|vocab_.*|sep_.*|prefix"
-    ),
+    "which tokens there are": _any_of("tokenizer_.*|.*_vocab_.*|vocab_.*|sep_.*|prefix"),
     "how answers are sampled": _any_of(
-        ".*_penalty|.*beams?|.*beam_groups|(bad|begin|forced|suppress)_.*|do_sample|early_stopping|temperature|typical_p",
+        ".*_penalty|.*beams?|(bad|begin|forced|suppress)_.*|do_sample|early_stopping|temperature|typical_p",
         "top_[kp]|(max|min)_length|num_return_sequences|(encoder_)?no_repeat_ngram_size|remove_invalid_values",
         "num_logits_to_keep",
     ),
     "how weights are stored": _any_of(".*quant.*|torchscript|use_bfloat16|pruned_.*|pretraining_tp|ep_size"),
-    "which experts a token is given to": _any_of("n_group|topk_group|num_expert_group|topk_method|scoring_func"),
     "how it was trained": _any_of(".*aux_.*|gradient_.*|.*jitter.*|seed"),
     "where tokens lie": _any_of(
         ".*_rope|.*yarn.*|(.*_)?nope(_.*)?|(use_)?alibi.*|.*position(s|al)?(_.*)?|n_ctx|model_max_length",
         "(max_|original_max_|train_)?(seq|sequence|ctx|context)(_.*)?",
     ),
     "how numbers are scaled": _any_of(
-        ".*_?rms.*|.*scal(e|es|ing|ar).*|.*multipliers?|.*clip.*|.*_factor|.*_limits?(_.*)?|.*logits?(_.*)?|.*fp32.*",
-        ".*_(alpha|beta|gamma)|.*temperature.*|.*_a_log(_.*)?|.*eigval.*|.*(time_step|dt)_.*|(use_)?parallel_attn|.*overlap.*",
-        "(use_)?(.*_)?gate(_.*)?",
+        ".*_?rms.*|.*scal(e|es|ing|ar).*|.*multipliers?|.*clip.*|.*_factor|.*_limits?(_.*)?|.*logits?(_.*)?",
+        ".*_(alpha|beta|gamma)|.*temperature.*|.*overlap.*|(use_)?(.*_)?gate(_.*)?",
     ),
-    "how it is computed": _any_of(
-        "use_flash.*|.*fused.*|.*_dtype|use_.*kernels?|.*_backend|use_grouped.*|use_associative_scan|.*_use_swiglu",
-        "use_bidirectional_attention|block_(multiple_of|auto_adjust_ff_dim|dim)",
-    ),
+    "how it is computed": _any_of("use_flash.*|.*fused.*|.*_backend|use_grouped.*|use_associative_scan"),
 }
 """What these say counts only for names without a word of caches."""
 
-_OF_CACHES = re.compile("compress|window|lora_rank|head|kv|cache|layer|state|shar(e|ing)")
-# What may change a cache: these words, a list with an entry for each layer, a nested object.
-_DOUBTFUL = re.compile(
-    _OF_CACHES.pattern + "|attn|attention|key|value|query|sliding|swa|ssm|mamba|conv|linear|recurr|hybrid|index|chunk|"
-    "latent|lora|block|group|pattern|interval|period|stride|sink|memory|depth|meta_tok"
+# With the lists that have an entry for each layer, and nested objects: what may change a cache.
+_OF_CACHES = re.compile(
+    "compress|window|lora|head|kv|cache|layer|state|shar(e|ing)|attn|attention|key|value|query|sliding|swa|ssm|mamba|conv|"
+    "linear|recurr|hybrid|index|chunk|latent|block|group|pattern|interval|period|stride|sink|memory|depth|meta_tok"
 )
 # An MLP keeps nothing; what is not known of it makes the estimate of active parameters wrong.
-_OF_MLPS = re.compile(
-    "expert|moe|mlp|ffn|ff_dim|dense_layers|dense_replace|feed_forward|router|routing|topk|top_k|score"
-)
-_NOT_OF_MLPS = re.compile("attn|attention|head|kv|cache")
+_OF_MLPS = re.compile("expert|moe|mlp|ffn|ff_dim|dense_layers|dense_replace|feed_forward|router|routing")
+_NOT_OF_MLPS = re.compile("attn|attention|head|kv|cache|window|state|index(er)?_|compress")
 
 
 _OF_DRAFTS = re.compile("mtp|nextn|draft|eagle|medusa")
@@ -139,7 +142,7 @@ def _may_change_cache(path: str, value: object, num_layers: int) -> bool:
     if _OF_MLPS.search(name) and not _NOT_OF_MLPS.search(name):
         return False
     is_per_layer = isinstance(value, list) and len(value) >= num_layers > 1
-    return is_per_layer or isinstance(value, Mapping) or bool(_DOUBTFUL.search(name))
+    return is_per_layer or isinstance(value, Mapping) or bool(_OF_CACHES.search(name))
 
 
 def _listed(names: Iterable[str]) -> str:

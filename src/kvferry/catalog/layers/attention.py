@@ -9,6 +9,8 @@ from kvferry.plan.description.layout import Axis
 
 HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups", "num_query_groups")
 """Names of how many heads keys and values have."""
+DIMS = ("attention_head_dim", "kv_channels", "dim_head")
+"""Other names of a head's size."""
 
 
 def attention(fields: Fields, kind: str, item: Item, has_indexer: bool = False) -> Mixer:
@@ -20,17 +22,18 @@ def attention(fields: Fields, kind: str, item: Item, has_indexer: bool = False) 
     reach, swa = reach_of(fields, kind), ("swa_",) if kind == "window" else ()
     hidden_size = fields.number("hidden_size")
     num_query_heads = fields.number(*_variants("num_attention_heads", swa))
-    num_heads = fields.number_or(num_query_heads, *_head_fields(fields, kind, swa))
+    heads, dims = _head_fields(fields, kind, swa), (*_variants("head_dim", swa), *DIMS)
+    num_heads = fields.number_or(num_query_heads, *heads)
     # Multi-query attention of the first Falcon generation: one head, whatever the count says.
     if fields.flag("multi_query", False) and not fields.flag("new_decoder_architecture", False):
         num_heads = 1
     fields.quotient(num_query_heads, num_heads, "the number of query heads per key head")
     own_dim = ("global_head_dim",) if kind == "full" else ()
-    key_dim = fields.count(
-        *own_dim, *_variants("head_dim", swa), "attention_head_dim", "kv_channels", "dim_head"
-    ) or fields.quotient(hidden_size, num_query_heads, "hidden_size per head")
-    # Where keys have numbers of their own, other numbers of queries change only what is computed.
-    fields.skip("num_attention_heads_per_layer", "attention_hidden_size")
+    key_dim = fields.count(*own_dim, *dims)
+    key_dim = key_dim or fields.quotient(hidden_size, num_query_heads, "hidden_size per head")
+    if fields.has(*own_dim, *dims) and fields.has(*heads):
+        # Other numbers of queries change only what is computed.
+        fields.skip("num_attention_heads_per_layer", "attention_hidden_size")
     value_dim = fields.number_or(key_dim, *_variants("v_head_dim", swa))
     # The query projection may also yield a gate of its own size.
     query_dim = key_dim * (2 if fields.flag("attn_output_gate", False) else 1)
