@@ -57,6 +57,12 @@ def test_a_linear_layer_keeps_a_matrix_for_each_head():
     assert [(axis.name, axis.extent) for axis in state.axes] == [("head", 8), ("key_dim", 64), ("value_dim", 64)]
 
 
+@pytest.mark.parametrize("types", [[1] * 7, [1] * 7 + [2]])
+def test_types_that_nobody_knows_are_refused(types):
+    with pytest.raises(ConfigurationError, match=r"attn_type_list cannot be used.*for each of the 8 layers"):
+        entry_of(attn_type_list=types)
+
+
 def test_layers_behind_the_last_whole_group_see_everything_where_the_others_have_convolutions():
     groups = [layer.group for layer in entry_of(layer_group_size=3, short_conv_kernel_size=4, head_dim=64).cache.layers]
     assert groups == ["recurrent", "recurrent", "full"] * 2 + ["full", "full"]
@@ -232,6 +238,14 @@ def test_what_is_listed_says_more_than_a_rule():
     assert not [note for note in entry.notes if "nobody" in note]
     windows = {"hybrid_layer_pattern": [0, 1] * 4, "sliding_window": 32, "attention_chunk_size": 32}
     assert [layer.group for layer in entry_of(**windows).cache.layers] == ["full", "window-32"] * 4
+
+
+def test_what_a_class_says_of_answers_is_not_told(tmp_path, capfd):
+    given = {name: value for name, value in EIGHT.items() if value is not None}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given | {"model_type": "llama", "bos_token_id": 10**6}))
+    assert bytes_per_token(catalog.read(path, AUTO)) == 16_384
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("family", ["never-heard-of", "gemma2"])

@@ -16,11 +16,17 @@ def class_values(config: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(model_type, str) or importlib.util.find_spec("transformers") is None:
         return UNKNOWN
     from transformers import CONFIG_MAPPING
+    from transformers.utils import logging
 
     if model_type not in CONFIG_MAPPING:
         return UNKNOWN
+    verbosity = logging.get_verbosity()
+    # What a class warns of, such as tokens beyond the vocabulary, is about answers.
+    logging.set_verbosity_error()
     try:
         completed: Mapping[str, object] = CONFIG_MAPPING[model_type].from_dict(dict(config)).to_dict()
     except Exception:  # noqa: BLE001 - a class may raise anything; the plan says where its numbers come from
         return UNKNOWN
+    finally:
+        logging.set_verbosity(verbosity)
     return completed
