@@ -211,7 +211,10 @@ def test_a_shipped_name_comes_before_a_folder_of_the_same_name(tmp_path, monkeyp
         ({"a": 1, "b": [2]}, "found: no model_type, and a, b"),
         ({"model_type": "dinov2", "num_hidden_layers": 2, "patch_size": 14}, "model_type dinov2, a model of images"),
         ({"_class_name": "UNet2DConditionModel"}, "a model of a diffusion pipeline, by its _class_name"),
-        ({"model_type": "clip", "text_config": BASE}, "generates no text.*found: model_type clip"),
+        (
+            {"model_type": "clip", "text_config": {**BASE, "model_type": "clip_text_model"}},
+            "generates no text.*found: model_type clip",
+        ),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder and a decoder"),
         ({"model_type": "minicpm3", **BASE, **LATENT}, "different caches of this model.*vLLM.*SGLang"),
     ],

@@ -104,6 +104,39 @@ def test_sparse_layers_keep_a_key_that_all_heads_share():
         entry_of(sparse_attention_config={**SPARSE, **lists, "sparse_disable_index_value": [0] * 8})
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_shared_experts": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "alias", "value"),
+    [
+        ("num_experts_per_tok", "top_k_experts", 2),
+        ("num_experts_per_tok", "moe_k", 2),
+        ("num_shared_experts", "moe_num_shared_experts", 3),
+        ("shared_expert_intermediate_size", "share_expert_dim", 96),
+        ("first_k_dense_replace", "num_dense_layers", 3),
+    ],
+)
+def test_numbers_of_experts_have_more_than_one_name(name, alias, value):
+    fields = {other: number for other, number in EXPERTS.items() if other != name}
+    known, other = (entry_of(**fields, **{each: value}) for each in (name, alias))
+    assert other.num_active_parameters == known.num_active_parameters
+    assert not any(alias in note for note in other.notes)
+
+
+def test_dense_layers_beside_experts_may_have_a_size_of_their_own():
+    marks = {**EXPERTS, "moe_layer_freq": [0] * 4 + [1] * 4, "first_k_dense_replace": 4}
+    sizes = [entry_of(**marks, dense_intermediate_size=size).num_active_parameters for size in (128, 256)]
+    assert sizes[1] - sizes[0] == 4 * 3 * 128 * 512
+    assert sizes[0] == entry_of(**marks).num_active_parameters
+
+
+def test_experts_that_are_switched_off_are_none():
+    dense = entry_of().num_active_parameters
+    assert entry_of(**EXPERTS, enable_moe_block=False).num_active_parameters == dense
+    assert entry_of(**EXPERTS, enable_moe_block=True).num_active_parameters != dense
+
+
 def test_single_layers_may_have_numbers_of_their_own():
     own = {"1": {"num_key_value_heads": 4, "head_dim": None}, "07": {"num_key_value_heads": 2, "head_dim": 32}}
     entry = entry_of(num_key_value_heads=2, head_dim=64, per_layer_config=own)
@@ -238,6 +271,22 @@ def test_what_is_listed_says_more_than_a_rule():
     assert not [note for note in entry.notes if "nobody" in note]
     windows = {"hybrid_layer_pattern": [0, 1] * 4, "sliding_window": 32, "attention_chunk_size": 32}
     assert [layer.group for layer in entry_of(**windows).cache.layers] == ["full", "window-32"] * 4
+
+
+def test_a_field_by_its_familys_own_name_is_the_configs():
+    read = {field.name: field for field in entry_of(model_type="lfm2", block_ff_dim=96, intermediate_size=None).fields}
+    assert (read["intermediate_size"].value, read["intermediate_size"].said_by) == (96, "config")
+
+
+def test_a_null_and_another_name_leave_a_field_to_its_class(tmp_path):
+    """Only the class knows which layers of this family see everything."""
+    given = {name: value for name, value in EIGHT.items() if value is not None and name != "dtype"}
+    path = tmp_path / "config.json"
+    more = {"model_type": "cwm", "layer_types": None, "sliding_window": 32, "torch_dtype": "bfloat16"}
+    path.write_text(json.dumps(given | more))
+    entry = catalog.read(path, AUTO)
+    assert [layer.group for layer in entry.cache.layers] == (["full"] + ["window-32"] * 3) * 2
+    assert not any("dtype" in note for note in entry.notes)
 
 
 def test_what_a_class_says_of_answers_is_not_told(tmp_path, capfd):

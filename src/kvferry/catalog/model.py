@@ -14,7 +14,7 @@ from kvferry.catalog.config.unused import check_unused
 from kvferry.catalog.layers import linear, mamba
 from kvferry.catalog.layers.attention import HEADS, attention
 from kvferry.catalog.layers.latent import indexer_layers, latent_attention
-from kvferry.catalog.layers.layer_types import Layer, draft_layers, layers_of, skip_draft_layers
+from kvferry.catalog.layers.layer_types import Layer, draft_layers, layers_of
 from kvferry.catalog.layers.mixer import Mixer
 from kvferry.catalog.layers.mlp import mlp_parameters
 from kvferry.catalog.records import Entry, FieldRead, Options
@@ -44,7 +44,6 @@ def of_config(
     if not any(layer.attention for layer in layers):
         fields.skip(*HEADS)
     drafts = draft_layers(fields.about("draft layers")) if options.draft_layers else ()
-    skip_draft_layers(fields)
     draft_mixers = _mixers(fields.without("per_layer_config"), drafts, (True,) * len(drafts), options)
     own = _num_own_layers(fields.about("which layers keep a cache"), len(layers))
     kept = [_cache(layer, f"model.layers.{layer}", mixer) for layer in range(own) for mixer in mixers[layer]]

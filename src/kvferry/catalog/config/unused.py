@@ -43,7 +43,7 @@ NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
     "how it was trained": _any_of(
         ".*drop(out)?(_.*)?|.*[a-z]pdrop|.*_init(ializer)?(_.*)?|init.*|.*_std|.*_loss(_.*)?|ignore_index"
     ),
-    "what a layer adds to": _any_of(".*residual.*|attn_res_.*|(use_)?parallel_attn"),
+    "what a layer adds to": _any_of(".*residual.*|attn_res_.*|(use_)?parallel_attn|use_(attn|attention)_gate"),
     "where tokens lie": _any_of(
         "rope_.*|(use_|no_)?m?rope(_layers?|_layer_interval)?|.*(rotary|_theta).*|.*rope_interleaved?"
     ),

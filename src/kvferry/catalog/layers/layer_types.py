@@ -78,11 +78,6 @@ def _listed(fields: Fields) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return words, ()
 
 
-def skip_draft_layers(fields: Fields) -> None:
-    """Nobody has asked for them."""
-    fields.skip(*_NUM_DRAFTS, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
-
-
 def draft_layers(fields: Fields) -> tuple[Layer, ...]:
     """The layers of the model's own draft heads (multi-token prediction); empty when it has none."""
     num_drafts = fields.count(*_NUM_DRAFTS)
