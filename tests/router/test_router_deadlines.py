@@ -20,8 +20,8 @@ from kvferry.router.request.headers import decode_headers, timeout_of
 from kvferry.router.telemetry.tracing import UpstreamTrace
 from kvferry.router.upstream.http_client import HttpRequest
 
-# Long enough for an engine in this process, short enough to wait for.
-SHORT = {"x-kvferry-timeout": "0.8"}
+# Long enough for an engine in this process on a busy machine, short enough to wait for.
+SHORT = {"x-kvferry-timeout": "2"}
 
 
 @pytest.mark.parametrize(("told", "seconds"), [([], math.inf), ([b"30"], 30.0), ([b" 2.5 "], 2.5)])
@@ -47,10 +47,11 @@ async def test_requests_that_take_too_long_are_504_and_nobody_is_to_blame(slow):
     async with cluster([p], [d]) as c:
         # More than would take out an instance that fails.
         num_requests = INSTANCE_BREAKER.num_failures + 1
-        replies = await asyncio.gather(*(c.complete(headers=SHORT) for _ in range(num_requests)))
-        assert {(reply.status, reply.error["reason"]) for reply in replies} == {(504, "request_deadline")}
+        # On a busy machine the time of some is over before they are sent.
+        while len(engine.seen) < num_requests:
+            replies = await asyncio.gather(*(c.complete(headers=SHORT) for _ in range(num_requests)))
+            assert {(reply.status, reply.error["reason"]) for reply in replies} == {(504, "request_deadline")}
         await engine.left.wait()
-        assert len(engine.seen) == num_requests
         assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
         assert {one["breaker"] for one in (await c.members())["members"]} == {"closed"}
 

@@ -605,7 +605,7 @@ async def test_a_promise_may_come_in_pieces():
 
 async def test_a_promise_is_not_waited_for_longer_than_a_prefill():
     p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
-    async with cluster([p], [d], early_from_tokens=1, prefill_timeout_s=0.2) as c:
+    async with cluster([p], [d], early_from_tokens=1, prefill_timeout_s=2.0) as c:
         asking = asyncio.create_task(c.complete(LONG))
         await asyncio.gather(p.left.wait(), d.left.wait())
         while len(d.seen) < 2:

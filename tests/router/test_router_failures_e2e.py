@@ -28,8 +28,8 @@ from kvferry.router.policy.records import Role
 ERRORS = "kvferry_router_upstream_errors_total"
 RETRIES = "kvferry_router_retries_total"
 FALLBACKS = "kvferry_router_fallbacks_total"
-# Long enough for an engine in this process, short enough to wait for.
-SHORT_S = 1.0
+# Long enough for an engine in this process on a busy machine, short enough to wait for.
+SHORT_S = 2.0
 
 
 @pytest.mark.parametrize(
