@@ -63,7 +63,6 @@ MAMBA1 = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
         ({"num_kv_shared_layers": 6}, "fewer than the 6 layers"),
         ({"num_experts": 8, "num_experts_per_tok": None}, "field num_experts_per_tok or"),
         ({"text_config": [1]}, "an object with fields of its own"),
-        ({"compress_ratios": [4, 4]}, "attention over compressed tokens"),
         ({"is_encoder_decoder": True}, "an encoder and a decoder"),
         ({"model_type": "bert"}, "this model generates no text"),
         ({"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]}, "found: XLMRobertaModel"),

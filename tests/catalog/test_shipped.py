@@ -28,6 +28,15 @@ FIGURES = {
     "deepseek-v2-lite": (27 * (512 + 64) * 2, 0, ("full",)),
     "deepseek-v3": (61 * (512 + 64) * 2, 0, ("full",)),
     "deepseek-v3.2": (61 * ((512 + 64) * 2 + 128 + 4), 0, ("full",)),
+    # Rows of the window, what entries of 4 and of 128 tokens are computed from in float32, and the entries themselves.
+    "deepseek-v4-flash": (
+        43 * 512 * 2
+        + (21 * (2 * 2 * 512 + 2 * 2 * 128) + 20 * 2 * 512) * 4
+        + 21 * (512 * 2 + 128 + 4) // 4
+        + 20 * 512 * 2 // 128,
+        0,
+        ("window-128", "every-4", "window-8", "every-128"),
+    ),
     "nemotron-h-8b": (
         4 * 2 * 8 * 128 * 2,
         24 * ((128 * 64 + 2 * 8 * 128) * 3 * 2 + 128 * 64 * 128 * 4),
@@ -68,6 +77,7 @@ PUBLISHED = {
     "deepseek-v2-lite": (2.4, 0),
     "deepseek-v3": (37.0, 0),
     "deepseek-v3.2": (37.0, 0),
+    "deepseek-v4-flash": (13.0, 0),
     "nemotron-h-8b": (8.1, 131072 * 4096),
     "bamba-9b": (9.78, 128256 * 4096),
     "falcon-h1-7b": (7.59, 130048 * 3072),

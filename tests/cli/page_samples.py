@@ -78,6 +78,9 @@ def facts(
         "tokens": tokens,
         "fields": [{"name": model, "value": model, "decides": ["which layers there are"], "said_by": "config"}],
         "bytes_per_token": sum(kind["bytes_per_token"] for kind in kinds),
+        "lasting_bytes_per_token": sum(
+            k["bytes_per_token"] for k, g in zip(kinds, groups, strict=True) if not g.window
+        ),
         "fixed_bytes": sum(kind["fixed_bytes"] for kind in kinds),
         "bytes": moved,
         "rows_before_merge": sum(pair["rows_before_merge"] for pair in pairs),
@@ -121,6 +124,7 @@ def _group(group: Group, tokens: int) -> dict[str, Any]:
         "name": group.name,
         "layers": group.layers,
         "bytes_per_token": per_token,
+        "tokens_per_entry": 1,
         "fixed_bytes": fixed,
         "moved_tokens": moved,
     }

@@ -220,6 +220,17 @@ def test_a_hybrid_by_name_moves_its_windows_tail_and_its_fixed_states():
     assert found["bytes"] == (52 * 1023 + 10 * 5000) * 2 * 16 * 128 * 2
 
 
+def test_entries_of_several_tokens_move_when_they_are_complete():
+    """DeepSeek V4: 1,250 entries of 4 tokens and 39 of 128; blocks hold whole entries without being told."""
+    found = facts("--model", "deepseek-v4-flash", "--prefill", "tp=2", "--decode", "tp=1", "--tokens", "5000")
+    groups = {group["name"]: (group["moved_tokens"], group["tokens_per_entry"]) for group in found["groups"]}
+    assert groups == {"window-128": (127, 1), "every-4": (5000, 4), "window-8": (7, 1), "every-128": (4992, 128)}
+    assert found["lasting_bytes_per_token"] == 6229
+    rows = 127 * (43 * 1024 + 20 * 4096) + 7 * 21 * 4 * (2048 + 512)
+    assert found["bytes"] == rows + 21 * 1250 * (1024 + 132) + 20 * 39 * 1024
+    assert found["source"]["block_tokens"] == 128
+
+
 def test_a_prefix_that_the_target_has_does_not_move_but_fixed_states_do():
     shapes = ["--prefill", "tp=2", "--decode", "tp=2,block=32", "--tokens", "1000", "--cached", "900"]
     found = facts("--model", "nemotron-h-8b", *shapes)

@@ -13,11 +13,13 @@ from kvferry.plan.description.tokens import TokenShare
 
 Box = tuple[Span, ...]
 NUM_GROUPS = 2
+COMPRESSED_KIND = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """States, the kind of cache group of each, and the tokens that the states of each kind see (0: all)."""
+    """States, the kind of cache group of each, and the tokens that the states of each kind see (0: all). Those of kind
+    `COMPRESSED_KIND` may keep an entry for several tokens."""
 
     states: tuple[State, ...]
     kinds: dict[str, int]
@@ -32,11 +34,14 @@ class Side:
     tables: tuple[list[list[int]], ...]
 
 
-def make_model(dice: random.Random) -> Model:
-    """One to four states of any shape."""
+def make_model(dice: random.Random, compress_ratio: int = 1) -> Model:
+    """One to four states of any shape, some with an entry for `compress_ratio` tokens."""
     windows = tuple(dice.choice([0, 0, dice.randint(1, 8)]) for _ in range(NUM_GROUPS))
+    if compress_ratio > 1:
+        windows = tuple(0 if kind == COMPRESSED_KIND else windows[kind] for kind in range(NUM_GROUPS))
     kinds = {f"s{number}": dice.randrange(NUM_GROUPS) for number in range(dice.randint(1, 4))}
-    states = tuple(_state(dice, name, windows[kind]) for name, kind in kinds.items())
+    ratios = {COMPRESSED_KIND: compress_ratio}
+    states = tuple(_state(dice, name, windows[kind], ratios.get(kind, 1)) for name, kind in kinds.items())
     return Model(states, kinds, windows)
 
 
@@ -57,12 +62,12 @@ def make_side(dice: random.Random, model: Model, num_tokens: int, first_address:
     return Side(tuple(layouts), tuple(tables))
 
 
-def _state(dice: random.Random, name: str, window: int) -> State:
+def _state(dice: random.Random, name: str, window: int, compress_ratio: int) -> State:
     axes = tuple(Axis(f"axis{number}", dice.randint(1, 5)) for number in range(dice.randint(0, 3)))
     item_bytes = dice.choice([1, 2, 3, 4])
     if dice.random() < 0.3:
         return State(name, "any", item_bytes, axes, per_token=False)
-    return State(name, "any", item_bytes, axes, per_token=True, window_tokens=window)
+    return State(name, "any", item_bytes, axes, True, window, compress_ratio=compress_ratio)
 
 
 def _group(dice: random.Random, window: int, num_tokens: int) -> CacheGroup:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from kvferry.plan.description.layout import Axis, State
 from kvferry.plan.description.model import CacheModel, Kept, LayerCache
 
 
-def random_model(dice: random.Random) -> CacheModel:
-    """One to four layers, some with two caches, of up to three kinds; sometimes a draft layer of another shape."""
-    kinds = dice.sample(sorted(KINDS), dice.randint(1, 3))
+def random_model(dice: random.Random, also: tuple[str, ...] = ()) -> CacheModel:
+    """One to four layers, some with two caches, of up to three kinds and those in `also`; sometimes a draft layer of
+    another shape."""
+    kinds = [*dice.sample(sorted(KINDS), dice.randint(1, 3)), *also]
     num_layers = dice.randint(1, 4)
     heads = dice.choice([1, 2, 3, 4, 6])
-    makers = {kind: KINDS[kind](dice, heads) for kind in kinds}
+    makers = {kind: (KINDS | COMPRESSED)[kind](dice, heads) for kind in kinds}
     layers = []
     for layer in range(num_layers):
         for kind in dice.sample(kinds, dice.choice([1, 1, 2]) if len(kinds) > 1 else 1):
@@ -31,8 +33,9 @@ def _layer(layer: int, group: str, prefix: str, parts: tuple[Kept, ...]) -> Laye
     return LayerCache(layer, group, named)
 
 
-def _rest(state: State) -> tuple[str, int, tuple[Axis, ...], bool, int, int]:
-    return state.dtype, state.item_bytes, state.axes, state.per_token, state.window_tokens, state.chunk_tokens
+def _rest(state: State) -> tuple[str, int, tuple[Axis, ...], bool, int, int, int]:
+    limits = state.window_tokens, state.chunk_tokens
+    return state.dtype, state.item_bytes, state.axes, state.per_token, *limits, state.compress_ratio
 
 
 def _attention(dice: random.Random, heads: int, window: int = 0, chunk: int = 0) -> tuple[Kept, ...]:
@@ -54,6 +57,15 @@ def _latent(dice: random.Random, heads: int) -> tuple[Kept, ...]:
     )
     latent = Kept(State("latent", "any", 2, (Axis("dim", dice.randint(1, 5)),), per_token=True), "")
     return (latent, *indexer) if dice.random() < 0.5 else (latent,)
+
+
+def _compressed(dice: random.Random, heads: int, ratio: int) -> tuple[Kept, ...]:
+    """A latent for several tokens, with an indexer's key of the same ones."""
+    latent, indexer = Axis("dim", dice.randint(1, 5)), Axis("dim", dice.randint(1, 3))
+    return (
+        Kept(State("compressed", "any", 2, (latent,), per_token=True, compress_ratio=ratio), ""),
+        Kept(State("indexer.k", "any", 1, (indexer,), per_token=True, compress_ratio=ratio), ""),
+    )
 
 
 def _packed(dice: random.Random, heads: int) -> tuple[Kept, ...]:
@@ -120,3 +132,8 @@ KINDS: dict[str, Callable[[random.Random, int], tuple[Kept, ...]]] = {
     "delta-net": _delta_net,
 }
 """What one layer keeps, by kind of cache. Arguments: dice and the number of heads that tensor parallelism divides."""
+
+COMPRESSED: dict[str, Callable[[random.Random, int], tuple[Kept, ...]]] = {
+    f"compressed {ratio}": partial(_compressed, ratio=ratio) for ratio in (2, 3, 4)
+}
+"""The same for layers whose attention is over compressed tokens: so many tokens an entry."""

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from kvferry.plan.description.layout import CacheGroup, Layout, Placement, State
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Copies
-from kvferry.testing.elements import Tables, element_addresses, kernel_tokens, own_tokens, value_of
+from kvferry.testing.elements import (
+    Tables,
+    complete_entries,
+    element_addresses,
+    kernel_tokens,
+    own_tokens,
+    value_of,
+)
 
 POISON = 0xA5
 
@@ -71,7 +78,8 @@ def fill(memory: Memory, tables: Tables, tokens: TokenRange) -> None:
     named = memory.layout.state_named()
     for placement in memory.layout.placements:
         state = named[placement.state]
-        for token, coordinate, address in element_addresses(memory.layout, placement, tables, tokens):
+        entries = complete_entries(state, tokens)
+        for token, coordinate, address in element_addresses(memory.layout, placement, tables, entries):
             if state.per_token and not is_seen(state, token, tokens.last):
                 continue
             value = value_of(state, token, coordinate)
@@ -101,7 +109,7 @@ def expect(
     free = {start: np.zeros(len(counts), np.bool_) for start, counts in written.items()}
     for placement in memory.layout.placements:
         state = named[placement.state]
-        tokens = ranges[placement.group]
+        tokens = complete_entries(state, ranges[placement.group])
         for token, coordinate, address in element_addresses(memory.layout, placement, tables, tokens):
             if state.per_token and not is_seen(state, token, tokens.last):
                 continue
@@ -121,9 +129,9 @@ def expect_tokens(memory: Memory, tables: Tables, num_tokens: int) -> None:
     layout, tokens = memory.layout, TokenRange(0, num_tokens)
     for placement in layout.placements:
         start = layout.regions[placement.region].address
-        item_bytes = layout.state_named()[placement.state].item_bytes
-        for _, _, address in element_addresses(layout, placement, tables, tokens):
-            wanted[start][address - start : address - start + item_bytes] = 1
+        state = layout.state_named()[placement.state]
+        for _, _, address in element_addresses(layout, placement, tables, complete_entries(state, tokens)):
+            wanted[start][address - start : address - start + state.item_bytes] = 1
     expect(memory, tables, [tokens] * len(layout.groups), wanted)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from itertools import permutations
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 from hypothesis import strategies as st
 
 from engines.handmade import make_model, make_side
-from engines.models import random_model
+from engines.models import COMPRESSED, random_model
 from kvferry.errors import LayoutError
 from kvferry.plan.description.describe import EngineShape, describe, divided
 from kvferry.plan.description.layout import CacheGroup, Layout
@@ -50,18 +50,30 @@ class Scenario:
 def scenarios() -> st.SearchStrategy[Scenario]:
     """Any pair of engines with any kinds of cache: TP (divided or replicated), PP, context parallelism, block sizes,
     kernel blocks, pools and memory formats all independent; per-group ranges."""
-    return st.integers(0, 2**32).map(described_scenario)
+    seeds = st.integers(0, 2**32)
+    return st.one_of(seeds.map(described_scenario), seeds.map(compressed_scenario))
 
 
 def handmade() -> st.SearchStrategy[Scenario]:
     """Engines that no helper of ours describes; see `engines/handmade.py`."""
-    return st.integers(0, 2**32).map(handmade_scenario)
+    return st.builds(handmade_scenario, st.integers(0, 2**32), st.sampled_from([1, 1, 2, 3]))
 
 
 def described_scenario(seed: int) -> Scenario:
     """The scenario of a seed, for `scenarios`."""
     dice = random.Random(seed)
-    model, last = random_model(dice), dice.randint(0, 13)
+    return _described(dice, random_model(dice), f"described_scenario({seed})")
+
+
+def compressed_scenario(seed: int) -> Scenario:
+    """The same with layers whose attention is over compressed tokens."""
+    dice = random.Random(seed)
+    kinds = tuple(dice.sample(sorted(COMPRESSED), dice.randint(1, 2)))
+    return _described(dice, random_model(dice, kinds), f"compressed_scenario({seed})")
+
+
+def _described(dice: random.Random, model: CacheModel, name: str) -> Scenario:
+    last = dice.randint(0, 13)
     sources, source_shape = _engine(dice, model, last)
     targets, target_shape = _engine(dice, model, last)
     if dice.random() < 0.3:
@@ -71,7 +83,7 @@ def described_scenario(seed: int) -> Scenario:
         )
     ranges = _ranges(dice, len(model.groups()), last)
     return Scenario(
-        f"described_scenario({seed})",
+        name,
         sources,
         targets,
         tuple(_tables(dice, layout, source_shape, last) for layout in sources),
@@ -80,15 +92,16 @@ def described_scenario(seed: int) -> Scenario:
     )
 
 
-def handmade_scenario(seed: int) -> Scenario:
-    """The scenario of a seed, for `handmade`."""
+def handmade_scenario(seed: int, compress_ratio: int = 1) -> Scenario:
+    """The scenario of a seed, for `handmade`; some states keep an entry for `compress_ratio` tokens."""
     dice = random.Random(seed)
-    model = make_model(dice)
+    model = make_model(dice, compress_ratio)
     last = dice.randint(0, 13)
     source = make_side(dice, model, last, 1 << 41)
     target = make_side(dice, model, last, 1 << 52)
     ranges = _ranges(dice, len(target.layouts[0].groups), last)
-    return Scenario(f"handmade_scenario({seed})", source.layouts, target.layouts, source.tables, target.tables, ranges)
+    name = f"handmade_scenario({seed}, {compress_ratio})"
+    return Scenario(name, source.layouts, target.layouts, source.tables, target.tables, ranges)
 
 
 def _ranges(dice: random.Random, num_groups: int, last: int) -> tuple[TokenRange, ...]:
@@ -112,12 +125,15 @@ def _engine(dice: random.Random, model: CacheModel, num_tokens: int) -> tuple[tu
         shared_pool=dice.random() < 0.4,
     )
     replicas = gcd(*(shape.tensor_parallel // len(set(divided(k, shape))) for k in model.kept() if k.state.per_token))
+    ratio = lcm(*(kept.state.compress_ratio for kept in model.kept()))
     shape = replace(
         shape,
-        block_tokens=shape.kernel_blocks * dice.randint(1, 4),
+        block_tokens=shape.kernel_blocks * dice.randint(1, 4) * ratio,
         context_parallel=dice.choice([1, 1, 2, 3]) if shape.tensor_parallel * shape.pipeline_parallel < 8 else 1,
         decode_context_parallel=dice.choice([size for size in (1, 2, 3) if replicas % size == 0]),
     )
+    if ratio > 1:
+        shape = replace(shape, context_parallel=1, decode_context_parallel=1)
     num_needed = max(1, -(-num_tokens // shape.block_tokens))
     shape = replace(shape, num_blocks=num_needed * len(model.groups()) + dice.randint(1, 3))
     try:
@@ -140,9 +156,10 @@ def _tables(dice: random.Random, layout: Layout, shape: EngineShape, num_tokens:
         pool.sort()
     tables = []
     named = layout.state_named()
-    with_tokens = {placement.group for placement in layout.placements if named[placement.state].per_token}
+    of_groups = {placement.group: named[placement.state] for placement in layout.placements}
     for index, group in enumerate(layout.groups):
-        num_needed = _num_blocks(group, num_tokens if index in with_tokens else 0)
+        state = of_groups.get(index)
+        num_needed = _num_blocks(group, num_tokens // state.compress_ratio if state and state.per_token else 0)
         tables.append(pool[:num_needed])
         pool = pool[num_needed:] if shape.shared_pool else dice.sample(range(shape.num_blocks), shape.num_blocks)
     return [_forgotten(dice, layout, index, table, num_tokens) for index, table in enumerate(tables)]

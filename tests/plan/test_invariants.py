@@ -15,6 +15,7 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
+from kvferry.testing.elements import complete_entries
 
 pytestmark = pytest.mark.uncounted
 many = settings(max_examples=200)
@@ -127,10 +128,12 @@ def element_pairs(scenario, leg):
         (scenario.targets, scenario.target_tables, leg.target_rank),
     ):
         placement = layouts[rank].placement_of()[leg.state]
-        elements = oracle.element_addresses(layouts[rank], placement, tables[rank], TokenRange(0, scenario.last))
+        entries = complete_entries(layouts[rank].state_named()[leg.state], TokenRange(0, scenario.last))
+        elements = oracle.element_addresses(layouts[rank], placement, tables[rank], entries)
         sides.append({(token, coordinate): address for token, coordinate, address in elements})
     layout = scenario.targets[leg.target_rank]
-    state, tokens = layout.state_named()[leg.state], scenario.ranges[layout.placement_of()[leg.state].group]
+    state = layout.state_named()[leg.state]
+    tokens = complete_entries(state, scenario.ranges[layout.placement_of()[leg.state].group])
     for token, coordinate in sides[0].keys() & sides[1].keys():
         inside = all(span.start <= c < span.stop for span, c in zip(leg.box, coordinate, strict=True))
         moves = not state.per_token or (tokens.first <= token and oracle.is_seen(state, token, tokens.last))

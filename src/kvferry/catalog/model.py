@@ -13,6 +13,7 @@ from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.config.unused import check_unused
 from kvferry.catalog.layers import linear, mamba
 from kvferry.catalog.layers.attention import HEADS, attention
+from kvferry.catalog.layers.compressed import COMPRESSED, compressed_attention
 from kvferry.catalog.layers.latent import indexer_layers, latent_attention
 from kvferry.catalog.layers.layer_types import Layer, draft_layers, layers_of
 from kvferry.catalog.layers.mixer import Mixer
@@ -33,7 +34,7 @@ def of_config(
     if not isinstance(config, Mapping):
         raise ConfigurationError(f"{name}: a config must be a JSON object", found=type(config).__name__)
     fields = language_fields(name, config, completed)
-    if options.cache_dtype == PACKED_LATENT and not fields.has("kv_lora_rank"):
+    if options.cache_dtype == PACKED_LATENT and not fields.has("kv_lora_rank", *COMPRESSED):
         raise ConfigurationError(
             f"{name}: only latent attention can be kept as {PACKED_LATENT}",
             found="no field kv_lora_rank",
@@ -124,7 +125,9 @@ def _layer_mixers(
     if layer.attention:
         fields = _own_fields(fields, layer)
         item = cache_item(fields.about("size of an element"), options)
-        if fields.has("kv_lora_rank"):
+        if layer.attention == "compressed" or fields.has(*COMPRESSED):
+            yield from compressed_attention(fields.about("compressed tokens"), layer.word, item)
+        elif fields.has("kv_lora_rank"):
             yield latent_attention(fields.about("latents"), layer.attention, item, has_indexer)
         else:
             yield attention(fields.about("keys and values"), layer.attention, item, has_indexer)

@@ -25,7 +25,8 @@ def value_of(state: State, token: int, coordinate: Coordinate) -> bytes:
 def element_addresses(
     layout: Layout, placement: Placement, tables: Tables, tokens: TokenRange
 ) -> Iterator[tuple[int, Coordinate, int]]:
-    """(token, logical coordinate, address) of every element of a placement; token 0 for a state without tokens."""
+    """(token, logical coordinate, address) of every element of a placement; token 0 for a state without tokens. Where
+    a state keeps an entry for several tokens, `tokens` are entries: see `complete_entries`."""
     state = layout.state_named()[placement.state]
     group, table = layout.groups[placement.group], tables[placement.group]
     start = layout.regions[placement.region].address + placement.offset
@@ -40,6 +41,12 @@ def element_addresses(
         for coordinate in product(*(range(s.start, s.stop) for s in placement.spans)):
             steps = zip(coordinate, placement.spans, placement.strides, strict=True)
             yield token, coordinate, base + sum((c - span.start) * stride for c, span, stride in steps)
+
+
+def complete_entries(state: State, tokens: TokenRange) -> TokenRange:
+    """The entries of a state whose last token lies in a range: counted one by one."""
+    ends = [token for token in range(tokens.last) if (token + 1) % state.compress_ratio == 0]
+    return TokenRange(sum(end < tokens.first for end in ends), len(ends))
 
 
 def kernel_tokens(group: CacheGroup) -> int:

@@ -15,7 +15,7 @@ from kvferry.agent.config import AgentConfig, Notice
 from kvferry.plan.description.layout import Layout, Placement, State
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import LeaseRequest
-from kvferry.testing.elements import Coordinate, element_addresses, own_tokens, value_of
+from kvferry.testing.elements import Coordinate, complete_entries, element_addresses, own_tokens, value_of
 from kvferry.wire.messages import Reference
 
 Element = NDArray[np.uint8]
@@ -46,7 +46,8 @@ class Source(Protocol):
 @dataclass(frozen=True, slots=True)
 class EngineUnderTest:
     """One rank of an engine. `write` and `read` use the engine's own view of its cache, never the description: they are
-    given the name of a state, the block table of its cache group and the number of a token.
+    given the name of a state, the block table of its cache group and the number of a token, or of an entry where
+    several tokens share one.
 
     The cache lies in memory that this process can reach, and nobody uses it during a check. Its agent runs in this
     process, unless `open_source` starts one elsewhere over the same memory; that of a target always runs here.
@@ -67,9 +68,20 @@ class EngineUnderTest:
     def num_tokens(self) -> int:
         """Two blocks and a part of a third, or what the smallest cache group keeps and every state's window sees."""
         groups, states = self.layout.groups, self.layout.states
-        most = [group.ring_tokens or group.block_tokens * (group.num_blocks // len(groups)) for group in groups]
+        blocks = [group.block_tokens * self._ratio(number) for number, group in enumerate(groups)]
+        most = [
+            group.ring_tokens or size * (group.num_blocks // len(groups))
+            for size, group in zip(blocks, groups, strict=True)
+        ]
         most += [seen - 1 for state in states for seen in (state.window_tokens, state.chunk_tokens) if seen]
-        return min(max(group.block_tokens for group in groups) * 2 + 1, *most)
+        return min(max(blocks) * 2 + 1, *most)
+
+    def _ratio(self, group: int) -> int:
+        """How many tokens an entry of a cache group stands for."""
+        named = self.layout.state_named()
+        return max(
+            (named[place.state].compress_ratio for place in self.layout.placements if place.group == group), default=1
+        )
 
     @property
     def tables(self) -> tuple[tuple[int, ...], ...]:
@@ -81,17 +93,17 @@ class EngineUnderTest:
 
     def elements(self) -> Iterator[tuple[State, Placement, int]]:
         """Every state of every token that this rank has."""
-        tokens = TokenRange(0, self.num_tokens)
         for placement in self.layout.placements:
             state = self.layout.state_named()[placement.state]
+            tokens = complete_entries(state, TokenRange(0, self.num_tokens))
             for token, _ in own_tokens(self.layout.groups[placement.group], tokens) if state.per_token else ((0, 0),):
                 yield state, placement, token
 
     def described(self) -> Iterator[tuple[State, int, Coordinate, int]]:
         """Every number of the cache: its state, token and coordinate, and the address where it is described."""
-        tokens = TokenRange(0, self.num_tokens)
         for placement in self.layout.placements:
             state = self.layout.state_named()[placement.state]
+            tokens = complete_entries(state, TokenRange(0, self.num_tokens))
             for found in element_addresses(self.layout, placement, self.tables, tokens):
                 yield state, *found
 

@@ -51,7 +51,6 @@ _INHERITED = ("dtype", "torch_dtype", "quantization_config", "vocab_size")
 
 _UNKNOWN: Mapping[str, str] = {
     # Fields of models whose caches this catalog cannot describe: better refused than described wrongly.
-    "compress_ratios": "attention over compressed tokens",
     "cross_attention_layers": "cross attention",
     "is_encoder_decoder": "an encoder and a decoder",
     "rwkv_version": "RWKV",

@@ -29,10 +29,10 @@ NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
         "output_.*|return_dict.*|use_cache|keys_to_ignore_at_inference|num_beam_groups"
     ),
     "how weights are stored, tied and looked up": _any_of(
-        "(torch_)?dtype|quant.*|tie_.*|.*_tied|num_mem_blocks|(hidden|vocab)_size_per_layer_input"
+        "(torch_|expert_)?dtype|quant.*|tie_.*|.*_tied|num_mem_blocks|(hidden|vocab)_size_per_layer_input"
     ),
     "which experts a token is given to": _any_of(
-        "n_group|topk_group|num_expert_group|topk_method|scoring_func|use_grouped_topk"
+        "n_group|topk_group|num_expert_group|topk_method|scoring_func|use_grouped_topk|num_hash_layers"
     ),
     "how numbers are normed, scaled and bounded": _any_of(
         ".*norm(s|alize|alization)?(_.*)?|.*eps(ilon)?|.*bias(es)?|.*softcap.*|.*_act(_fn|_func)?|.*activation.*",
@@ -43,7 +43,8 @@ NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
     "how it was trained": _any_of(
         ".*drop(out)?(_.*)?|.*[a-z]pdrop|.*_init(ializer)?(_.*)?|init.*|.*_std|.*_loss(_.*)?|ignore_index"
     ),
-    "what a layer adds to": _any_of(".*residual.*|attn_res_.*|(use_)?parallel_attn|use_(attn|attention)_gate"),
+    # hc: hyper-connections
+    "what a layer adds to": _any_of(".*residual.*|hc_.*|attn_res_.*|(use_)?parallel_attn|use_(attn|attention)_gate"),
     "where tokens lie": _any_of(
         "rope_.*|(use_|no_)?m?rope(_layers?|_layer_interval)?|.*(rotary|_theta).*|.*rope_interleaved?"
     ),

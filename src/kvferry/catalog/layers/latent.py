@@ -50,8 +50,13 @@ def _indexer(fields: Fields) -> tuple[int, int]:
 
 def _indexer_keys(reach: Reach, dim: int) -> tuple[Kept, Kept]:
     """A quantised key per token, and its scales."""
-    scales = Axis("scale", -(-dim // _QUANTISED_ELEMENTS))
-    return reach.row("indexer.k", FLOAT8, (Axis("dim", dim),), ""), reach.row("indexer.scale", FLOAT32, (scales,), "")
+    key, scales = Axis("dim", dim), scales_of(dim)
+    return reach.row("indexer.k", FLOAT8, (key,), ""), reach.row("indexer.scale", FLOAT32, (scales,), "")
+
+
+def scales_of(dim: int) -> Axis:
+    """The scales of a quantised key of `dim` elements."""
+    return Axis("scale", -(-dim // _QUANTISED_ELEMENTS))
 
 
 def indexer_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:

@@ -8,14 +8,15 @@ from functools import partial
 
 from kvferry.catalog.config.families import family_of
 from kvferry.catalog.config.fields import MAX_LAYERS, Fields
+from kvferry.catalog.layers.compressed import HEAVY, SPARSE, words_of_ratios
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """What a layer mixes tokens with, and its MLP.
 
-    `word` is the config's own; `attention` is `full`, `window`, `chunk` or empty; `recurrent` is `linear` (state-space
-    or delta net), `conv` or empty; `only_mlp` marks layers that are nothing but an MLP.
+    `word` is the config's own; `attention` is `full`, `window`, `chunk`, `compressed` or empty; `recurrent` is `linear`
+    (state-space or delta net), `conv` or empty; `only_mlp` marks layers that are nothing but an MLP.
     """
 
     word: str
@@ -33,6 +34,8 @@ _WORDS = {
         ("indexed_attention", "full", "", False),
         ("sliding_attention", "window", "", False),
         ("chunked_attention", "chunk", "", False),
+        (SPARSE, "compressed", "", False),
+        (HEAVY, "compressed", "", False),
         ("linear_attention", "", "linear", False),
         ("mamba", "", "linear", False),
         ("mamba2", "", "linear", False),
@@ -71,7 +74,7 @@ def layers_of(fields: Fields) -> tuple[Layer, ...]:
 def _listed(fields: Fields) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The words of the model's layers, where each is named, and those of its draft layers, if they follow."""
     words, pattern = fields.words("layer_types", "layers_block_type"), fields.word("hybrid_override_pattern")
-    words = words or _marked(fields, "hybrid_override_pattern", pattern, _MARKS)
+    words = words_of_ratios(fields) or words or _marked(fields, "hybrid_override_pattern", pattern, _MARKS)
     num_drafts = fields.count(*_NUM_DRAFTS)
     if num_drafts and fields.has("num_hidden_layers") and len(words) == fields.number("num_hidden_layers") + num_drafts:
         return words[:-num_drafts], words[-num_drafts:]

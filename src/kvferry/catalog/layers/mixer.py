@@ -24,15 +24,17 @@ class Mixer:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far back a token sees, and the name of the cache group of all layers that see as far."""
+    """How far back a token sees, how many tokens share an entry, and the name of the cache group of all layers that are
+    alike in this."""
 
     group: str
     window_tokens: int
     chunk_tokens: int
+    compress_ratio: int = 1
 
     def row(self, name: str, item: Item, axes: tuple[Axis, ...], divided_axis: str) -> Kept:
-        """A state with a row per token; every rank keeps all of it where there is no `divided_axis`."""
-        limits = (self.window_tokens, self.chunk_tokens)
+        """A state with a row per token or entry; every rank keeps all of it where there is no `divided_axis`."""
+        limits = (self.window_tokens, self.chunk_tokens, self.compress_ratio)
         return Kept(State(name, item.dtype, item.num_bytes, axes, True, *limits), divided_axis)
 
 

@@ -9,6 +9,7 @@ from kvferry.catalog.layers.layer_types import Layer
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_SPARSE_WORDS = ("sparse", "moe", "hash_moe")
 # Experts that work in a space narrower than the hidden one.
 _LATENT_SIZE = ("moe_latent_size", "routed_expert_hidden_size")
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
@@ -51,7 +52,7 @@ def _is_sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     listed = fields.words("mlp_layer_types")
     if listed:
         fields.skip("decoder_sparse_step", "mlp_only_layers", "moe_layer_freq", *_NUM_DENSE)
-        return tuple(word == "sparse" for word in listed[:num_layers])
+        return tuple(word in _SPARSE_WORDS for word in listed[:num_layers])
     if fields.has("moe_layers"):
         fields.skip("interleave_moe_layer_step")
         chosen = set(fields.counts("moe_layers"))

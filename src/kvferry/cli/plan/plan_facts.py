@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.layout import Layout, Placement, State
-from kvferry.plan.description.model import CacheModel
+from kvferry.plan.description.model import CacheModel, bytes_per_token
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange, TokenSet
 from kvferry.plan.strategy.request_estimate import PairQuote, Quote
@@ -34,18 +35,24 @@ class ModelNames:
         self.divided = _axis_names(model)
 
 
+def plain(number: int | Fraction) -> int | float:
+    """As JSON has it."""
+    return number if isinstance(number, int) else float(number)
+
+
 def group_facts(model: CacheModel, tokens: TokenRange) -> list[dict[str, Any]]:
     """Per cache group: its layers, its bytes, and how many tokens of it move."""
     facts = []
     for name in model.groups():
-        layers = [layer for layer in model.layers if layer.group == name]
-        kept = [kept for layer in layers for kept in layer.kept]
-        moved = max(len(one.state.seen_by_next(tokens)) for one in kept)
+        kept = [kept for layer in model.layers if layer.group == name for kept in layer.kept]
+        each = kept[0].state.compress_ratio
+        moved = each * max(len(one.state.seen_by_next(tokens)) for one in kept)
         facts.append(
             {
                 "name": name,
-                "layers": len(layers),
-                "bytes_per_token": sum(one.num_bytes for one in kept if one.state.per_token),
+                "layers": len({_layer_name(one.state) for one in kept}),
+                "bytes_per_token": plain(bytes_per_token(kept)),
+                "tokens_per_entry": each,
                 "fixed_bytes": sum(one.num_bytes for one in kept if not one.state.per_token),
                 "moved_tokens": moved if kept[0].state.per_token else 0,
             }
@@ -211,6 +218,11 @@ def _set_words(sets: list[TokenSet]) -> str:
 
 def _hull(numbers: list[int]) -> list[int]:
     return [min(numbers), max(numbers) + 1] if numbers else [0, 0]
+
+
+def _layer_name(state: State) -> str:
+    """A layer may have several mixers: `model.layers.3` for all of their states."""
+    return ".".join(state.name.split(".")[:3])
 
 
 def _draft_layer(state: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, replace
+from math import lcm
 from typing import Any, Literal
 
 from rich.console import Console
@@ -14,9 +15,18 @@ from rich.text import Text
 from kvferry.catalog import Entry, Options, read
 from kvferry.cli import console
 from kvferry.cli.plan.command import PlanOptions
-from kvferry.cli.plan.plan_facts import ModelNames, Side, group_facts, layout_facts, pair_facts, side_facts, sums
+from kvferry.cli.plan.plan_facts import (
+    ModelNames,
+    Side,
+    group_facts,
+    layout_facts,
+    pair_facts,
+    plain,
+    side_facts,
+    sums,
+)
 from kvferry.cli.plan.row_groups import rows_of
-from kvferry.cli.plan.shape import link_of, shape_of
+from kvferry.cli.plan.shape import BLOCK_TOKENS, link_of, shape_of
 from kvferry.cli.plan.verdict import prefill_of, verdict_of
 from kvferry.cli.units import format_bytes, format_seconds
 from kvferry.errors import ConfigurationError, LayoutError
@@ -93,7 +103,8 @@ def facts_of(options: PlanOptions, entry: Entry) -> dict[str, Any]:
         "model": entry.name,
         "tokens": options.tokens,
         "cached_tokens": options.cached,
-        "bytes_per_token": model.bytes_per_token,
+        "bytes_per_token": plain(model.bytes_per_token),
+        "lasting_bytes_per_token": plain(model.lasting_bytes_per_token),
         "fixed_bytes": model.fixed_bytes,
         **sums(quoted),
         "link_bytes_per_s": link_bytes_per_s,
@@ -119,7 +130,9 @@ def _side(name: str, words: str, options: PlanOptions, model: CacheModel, first_
 
 
 def _engine(words: str, options: PlanOptions, model: CacheModel, first_address: int) -> Side:
-    shape, replicas = shape_of(words, options.layout)
+    # Blocks hold whole entries where several tokens share one.
+    block_tokens = lcm(BLOCK_TOKENS, *(kept.state.compress_ratio for kept in model.kept()))
+    shape, replicas = shape_of(words, options.layout, block_tokens)
     _check_outer(shape.outer_axis, model)
     num_needed = _num_needed(shape, options.tokens)
     shape = replace(shape, num_blocks=2 * num_needed * max(1, len(model.groups())))
@@ -228,10 +241,16 @@ def _remarks(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _each(facts: dict[str, Any]) -> str:
+    early, late = facts["bytes_per_token"], facts["lasting_bytes_per_token"]
+    lasting = f" while no window is full, {round(late, 2):,} from then on" if late != early else ""
+    return f"{round(early, 2):,} bytes each{lasting}"
+
+
 def _summary(facts: dict[str, Any]) -> list[str]:
     moved = facts["tokens"] - facts["cached_tokens"]
     lines = [
-        f"{moved:,} of {facts['tokens']:,} tokens, {facts['bytes_per_token']:,} bytes each"
+        f"{moved:,} of {facts['tokens']:,} tokens, {_each(facts)}"
         + (f", and {facts['fixed_bytes']:,} bytes that do not depend on the length" if facts["fixed_bytes"] else "")
         + f"; blocks {facts['blocks']}; {facts['link_bytes_per_s'] / 1e9:,.1f} GB/s per rank"
     ]

@@ -24,18 +24,19 @@ EXPECTED = (
     "tp=N, pp=N, dp=N, cp=N or dcp=N (context parallelism) with run=N, block=N, kernel=N, format=NAME, outer=AXIS and "
     "pool=shared or separate, each at most once and every N at least 1"
 )
+BLOCK_TOKENS = 16
 UNITS = {"B": 1.0, "bit": 1 / 8, "b": 1 / 8}
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 LINK = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)(B|bit|b)(?:/s|ps)")
 
 
-def shape_of(words: str, layout: str) -> tuple[EngineShape, int]:
-    """An engine's shape from `tp=4,block=16`; `layout` is the format where the words name none. And how many replicas
-    there are (`dp=`): they are engines of their own, and a plan is for one of them.
+def shape_of(words: str, layout: str, block_tokens: int = BLOCK_TOKENS) -> tuple[EngineShape, int]:
+    """An engine's shape from `tp=4,block=16`; `layout` and `block_tokens` are for words that name neither. And how many
+    replicas there are (`dp=`): they are engines of their own, and a plan is for one of them.
 
     Raises ConfigurationError for words that are unknown, given twice or without a number. The number of blocks stays 1.
     """
-    shape = EngineShape(tensor_parallel=1, pipeline_parallel=1, block_tokens=16, num_blocks=1, format=layout)
+    shape = EngineShape(1, 1, block_tokens=block_tokens, num_blocks=1, format=layout)
     changes: dict[str, Any] = {}
     for word in words.split(","):
         key, _, value = (part.strip() for part in word.partition("="))

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from kvferry.errors import ConfigurationError, LayoutError
 from kvferry.plan.description.arrange import Arranged, Member, arrange, pooled
-from kvferry.plan.description.layout import CacheGroup, Layout, Placement, Region
+from kvferry.plan.description.layout import CacheGroup, Layout, Placement, Region, State
 from kvferry.plan.description.model import CacheModel, Kept
 from kvferry.plan.description.span import Span, shares, stages
 from kvferry.plan.description.tokens import UNSHARED, TokenShare
@@ -108,6 +108,12 @@ def _check_token_shares(model: CacheModel, shape: EngineShape) -> None:
     """Only ranks that would hold the same can share the tokens out among themselves."""
     for kept in model.kept():
         replicas = shape.tensor_parallel // len(set(divided(kept, shape)))
+        if kept.state.compress_ratio > 1 and shape.context_parallel * shape.decode_context_parallel > 1:
+            raise LayoutError(
+                f"the compressed tokens of state {kept.state.name} cannot be divided among ranks",
+                found=f"{kept.state.compress_ratio} tokens an entry under context parallelism",
+                expected="tensor and pipeline parallelism alone",
+            )
         if kept.state.per_token and replicas % shape.decode_context_parallel:
             raise LayoutError(
                 f"the tokens of state {kept.state.name} cannot be divided among ranks",
@@ -171,10 +177,21 @@ class _Rank:
             layer=place[0],
             kind=place[1],
             num_blocks=shape.num_blocks * (shape.kernel_blocks if state.per_token else 1),
-            num_slots=shape.block_tokens // shape.kernel_blocks if state.per_token else 1,
+            num_slots=self._block_entries(state) // shape.kernel_blocks if state.per_token else 1,
             outer_axes=outer,
             inner_axes=inner,
         )
+
+    def _block_entries(self, state: State) -> int:
+        """What a block holds of a state: its tokens, or entries of several."""
+        entries, rest = divmod(self.shape.block_tokens, state.compress_ratio)
+        if rest or entries % self.shape.kernel_blocks:
+            raise LayoutError(
+                f"blocks do not hold whole entries of state {state.name}",
+                found=f"{self.shape.block_tokens // self.shape.kernel_blocks} tokens a block",
+                expected=f"a multiple of {state.compress_ratio}",
+            )
+        return entries
 
     def _arranged(self, members: list[Member]) -> Arranged:
         letters = self.shape.letters
@@ -204,13 +221,13 @@ class _Rank:
     def _group(self, name: str) -> CacheGroup:
         """A group's blocks. States of fixed size need neither slots nor shares."""
         shape = self.shape
-        (per_token,) = {k.state.per_token for layer in self.model.layers if layer.group == name for k in layer.kept}
-        if not per_token:
+        state = next(k.state for layer in self.model.layers if layer.group == name for k in layer.kept)
+        if not state.per_token:
             return CacheGroup(block_tokens=1, num_blocks=shape.num_blocks, ring_tokens=0)
         num_shares = shape.context_parallel * shape.decode_context_parallel
         share = self.context * shape.decode_context_parallel + self.tensor % shape.decode_context_parallel
         return CacheGroup(
-            block_tokens=shape.block_tokens,
+            block_tokens=self._block_entries(state),
             num_blocks=shape.num_blocks,
             ring_tokens=0,
             kernel_blocks=shape.kernel_blocks,

@@ -36,6 +36,9 @@ class State:
 
     A token sees at most the last `window_tokens` tokens, itself included (sliding window), and none before the last
     multiple of `chunk_tokens` (chunked local attention); 0 where there is no such limit.
+
+    Attention over compressed tokens keeps one entry for every `compress_ratio` of them, from a multiple of it on, and
+    none for those that do not fill one. Such a state counts entries wherever others count tokens.
     """
 
     name: str
@@ -45,18 +48,25 @@ class State:
     per_token: bool
     window_tokens: int = 0
     chunk_tokens: int = 0
+    compress_ratio: int = 1
 
     @property
-    def token_limits(self) -> tuple[bool, int, int]:
+    def token_limits(self) -> tuple[bool, int, int, int]:
         """What decides which tokens move: equal for states of which the same do."""
-        return self.per_token, self.window_tokens, self.chunk_tokens
+        return self.per_token, self.window_tokens, self.chunk_tokens, self.compress_ratio
 
     def num_bytes(self, box: Sequence[Span]) -> int:
-        """What a box takes for one token, or altogether for a state of fixed size."""
+        """What a box takes for one token or entry, or altogether for a state of fixed size."""
         return self.item_bytes * prod(map(len, box))
 
+    def entries(self, tokens: TokenRange) -> TokenRange:
+        """The entries that become complete with the tokens of a range: the tokens themselves if none are compressed."""
+        return TokenRange(tokens.first // self.compress_ratio, tokens.last // self.compress_ratio)
+
     def seen_by_next(self, tokens: TokenRange) -> TokenRange:
-        """The part of a range that the token after it, `tokens.last`, or a later one still sees."""
+        """The part of a range that the token after it, `tokens.last`, or a later one still sees, in entries."""
+        if self.compress_ratio > 1:
+            return self.entries(tokens)
         first = tokens.first
         if self.window_tokens:
             first = max(first, tokens.last - (self.window_tokens - 1))
@@ -85,6 +95,8 @@ class CacheGroup:
 
     A block may consist of `kernel_blocks` smaller ones, which follow one another in memory: `block_stride` of a
     placement is the distance of these.
+
+    Where states keep an entry for several tokens (`State.compress_ratio`), `block_tokens` and the like count entries.
 
     `tail_is_free` says that a fetch may write the slots behind a request's last token: whatever lies there is written
     again before it is read. Then blocks need not be taken apart where a request ends.
@@ -191,6 +203,9 @@ def _check_state(state: State) -> None:
     limits = state.window_tokens, state.chunk_tokens
     if min(limits) < 0 or all(limits) or (any(limits) and not state.per_token):
         raise LayoutError("a state with tokens has a window or chunks or neither", found=repr(state))
+    if not 1 <= state.compress_ratio <= MAX_STOP or (state.compress_ratio > 1 and (any(limits) or not state.per_token)):
+        expected = "compress_ratio of 1, or more for a state with tokens that has neither window nor chunks"
+        raise LayoutError("this state cannot be compressed", found=repr(state), expected=expected)
 
 
 def _check_group(group: CacheGroup) -> None:

@@ -5,7 +5,9 @@ A model is data. `kvferry.catalog` makes it from a `config.json`; tests and user
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 
 from kvferry.errors import LayoutError
@@ -21,7 +23,8 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes over all ranks, replicas counted once: of one token, or of the whole state when it has no tokens."""
+        """Bytes over all ranks, replicas counted once: of one token or entry, or of the whole state when it has no
+        tokens."""
         return self.state.item_bytes * prod(axis.extent for axis in self.state.axes)
 
 
@@ -54,9 +57,12 @@ class CacheModel:
             for kept in layer.kept:
                 _check_divided(kept)
         for group in self.groups():
-            kinds = {kept.state.per_token for layer in self.layers if layer.group == group for kept in layer.kept}
-            if len(kinds) > 1:
+            states = [kept.state for layer in self.layers if layer.group == group for kept in layer.kept]
+            if len({state.per_token for state in states}) > 1:
                 raise LayoutError("a cache group keeps either tokens or states of fixed size", found=f"{group}: both")
+            if len(ratios := {state.compress_ratio for state in states}) > 1:
+                found = f"{group}: {', '.join(map(str, sorted(ratios)))} tokens an entry"
+                raise LayoutError("the states of a cache group have entries of as many tokens", found=found)
 
     def groups(self) -> tuple[str, ...]:
         """The cache groups in the order of their first layer."""
@@ -67,14 +73,27 @@ class CacheModel:
         return tuple(kept for layer in self.layers for kept in layer.kept)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one more token adds while no window is full, replicas counted once."""
-        return sum(kept.num_bytes for kept in self.kept() if kept.state.per_token)
+    def bytes_per_token(self) -> int | Fraction:
+        """Bytes that one more token adds while no window is full, replicas counted once. On average, and maybe a
+        fraction, where several tokens share an entry."""
+        return bytes_per_token(self.kept())
+
+    @property
+    def lasting_bytes_per_token(self) -> int | Fraction:
+        """The same once all windows and chunks are full: what a long request grows by."""
+        return bytes_per_token(k for k in self.kept() if not (k.state.window_tokens or k.state.chunk_tokens))
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of all states of fixed size, replicas counted once."""
         return sum(kept.num_bytes for kept in self.kept() if not kept.state.per_token)
+
+
+def bytes_per_token(kept: Iterable[Kept]) -> int | Fraction:
+    """Bytes that one more token adds to some states; nothing to those of fixed size."""
+    each = [Fraction(one.num_bytes, one.state.compress_ratio) for one in kept if one.state.per_token]
+    total = sum(each, Fraction(0))
+    return total.numerator if total.denominator == 1 else total
 
 
 def attention(num_layers: int, num_heads: int, head_dim: int, dtype: str, item_bytes: int) -> CacheModel:

@@ -64,9 +64,12 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundPart:
-    """A part but for its range. `num_bytes` is what it takes of one token, or altogether where sizes are fixed."""
+    """A part but for its range. `num_bytes` is what it takes of one token, or altogether where sizes are fixed.
+
+    Where `compress_ratio` tokens share an entry, entries are counted."""
 
     per_token: bool
+    compress_ratio: int
     selection: Selection
     groups: tuple[StateGroup, ...]
     num_bytes: int
@@ -88,15 +91,15 @@ def bind_part(part: Part, layout: Layout) -> BoundPart:
         _check_box(part, placement)
         _check_tokens(part, state, layout)
         alike.setdefault(_shape(part, state, placement), []).append((place, layout.address_of(placement, part.box)))
-    kinds = {states[name].per_token for name in part.states}
+    kinds = {(states[name].per_token, states[name].compress_ratio) for name in part.states}
     if len(kinds) > 1:
-        raise RequestError("a part of a digest mixes states with tokens and states of fixed size")
+        raise RequestError("a part of a digest mixes states that count other things: tokens, entries, or nothing")
     groups = [
         StateGroup(shape, np.array([place for place, _ in found]), np.array([start for _, start in found], np.uint64))
         for shape, found in alike.items()
     ]
     num_bytes = sum(states[name].num_bytes(part.box) for name in part.states)
-    return BoundPart(kinds.pop(), Selection.of(part.tokens), tuple(groups), num_bytes)
+    return BoundPart(*kinds.pop(), Selection.of(part.tokens), tuple(groups), num_bytes)
 
 
 def _check_box(part: Part, placement: Placement) -> None:

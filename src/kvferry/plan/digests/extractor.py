@@ -102,7 +102,7 @@ class Extractor:
         total = 0
         for part, one in zip(parts, bound, strict=True):
             count = len(one.numbers(part))
-            if part.seen.last > num_tokens or bool(count) != one.per_token:
+            if part.seen.last * one.compress_ratio > num_tokens or bool(count) != one.per_token:
                 raise RequestError(
                     "the digest covers the wrong tokens",
                     found=f"[{part.seen.first}, {part.seen.last})",

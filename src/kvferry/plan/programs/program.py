@@ -69,7 +69,7 @@ class GroupProgram:
 
     `state` is one of them: its window or chunks are those of all. `units` copy `unit_tokens` tokens at a time, from a
     multiple of `unit_tokens` on; `singles` one token; `fixed` the states without a token axis. Tokens are counted
-    among `tokens`: see `Selection`.
+    among `tokens`: see `Selection`. Of states that keep an entry for several tokens, entries are counted.
     """
 
     source_group: int
@@ -134,7 +134,7 @@ def bind(legs: Sequence[Leg], source: Layout, target: Layout) -> Program:
     Raises TooManyRowsError when the memory formats differ so much that one block falls apart into too many rows.
     """
     # Pieces of one group move the same tokens of the same block tables.
-    by_group: dict[tuple[int, int, tuple[bool, int, int], TokenSet], list[_Piece]] = {}
+    by_group: dict[tuple[int, int, tuple[bool, int, int, int], TokenSet], list[_Piece]] = {}
     for piece in _pieces(legs, source, target):
         numbers = piece.source.placement.group, piece.target.placement.group
         by_group.setdefault((*numbers, piece.state.token_limits, piece.leg.tokens), []).append(piece)

@@ -131,10 +131,16 @@ def seen(program: Program, ranges: Ranges) -> TokenRange:
     Raises BlockTableError when a range runs backwards or is missing.
     """
     check_ranges(ranges)
-    of_groups = [group.state.seen_by_next(_range_of(group, ranges)) for group in program.groups if _has_tokens(group)]
+    of_groups = [_seen(group, _range_of(group, ranges)) for group in program.groups if _has_tokens(group)]
     some = [tokens for tokens in of_groups if len(tokens)]
     first, last = (tokens.first for tokens in some), (tokens.last for tokens in some)
     return TokenRange(min(first, default=0), max(last, default=0))
+
+
+def _seen(group: GroupProgram, tokens: TokenRange) -> TokenRange:
+    """From the first token of which something moves in one group to the last one."""
+    seen, each = group.state.seen_by_next(tokens), group.state.compress_ratio
+    return TokenRange(seen.first * each, seen.last * each)
 
 
 def _has_tokens(group: GroupProgram) -> bool:
@@ -173,7 +179,7 @@ def _range_of(group: GroupProgram, ranges: Ranges) -> TokenRange:
 
 def _numbers(group: GroupProgram, tokens: TokenRange, stretch: Stretch) -> range:
     """The numbers, within the group's selection, of the tokens that must move: those that later ones still see."""
-    seen, part = group.state.seen_by_next(tokens), stretch.tokens
+    seen, part = group.state.seen_by_next(tokens), group.state.entries(stretch.tokens)
     first, last = max(seen.first, part.first), min(seen.last, part.last)
     start, stop = group.tokens.num_before(first), group.tokens.num_before(max(first, last))
     if last < seen.last or part.first >= seen.last:

@@ -37,8 +37,9 @@ def unit_tokens(program: Program) -> int:
 
 
 def _unit_tokens(group: GroupProgram) -> int:
-    """Where only some tokens of each period move, units are made of those."""
-    return group.unit_tokens // gcd(group.unit_tokens, len(group.tokens.first)) * group.tokens.period
+    """Where only some tokens of each period move, units are made of those; where several share an entry, of entries."""
+    num_periods = group.unit_tokens // gcd(group.unit_tokens, len(group.tokens.first))
+    return num_periods * group.tokens.period * group.state.compress_ratio
 
 
 def stretch_tokens(program: Program, most_bytes: int) -> int:
@@ -79,5 +80,6 @@ def _ends(ranges: Sequence[TokenRange]) -> tuple[int, int]:
 
 def _num_bytes(group: GroupProgram, num_tokens: int) -> int:
     """What a group has of so many tokens, a multiple of its unit."""
-    num_units = num_tokens // group.tokens.period * len(group.tokens.first) // group.unit_tokens
+    num_periods = num_tokens // group.state.compress_ratio // group.tokens.period
+    num_units = num_periods * len(group.tokens.first) // group.unit_tokens
     return num_units * sum(section.length * len(section) for section in group.units)

@@ -43,6 +43,7 @@ def _properties(state: State) -> dict[str, object]:
         "token axis": state.per_token,
         "window": state.window_tokens,
         "chunks": state.chunk_tokens,
+        "tokens an entry": state.compress_ratio,
     }
 
 

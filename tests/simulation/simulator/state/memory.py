@@ -38,6 +38,10 @@ class GroupMap:
         size = self.cache.block_tokens
         return self.places[blocks[numbers // size], numbers % size], numbers.astype(np.uint32)
 
+    def computed(self, num_tokens: int) -> TokenRange:
+        """What is there after so many tokens: they, or the entries that they fill. A state of fixed size is one."""
+        return self.state.entries(TokenRange(0, num_tokens)) if self.state.per_token else TokenRange(0, 1)
+
     def seen(self, tokens: TokenRange) -> TokenRange:
         """The tokens whose bytes matter: those that the next one still sees; a state of fixed size counts as one."""
         return self.state.seen_by_next(tokens) if self.state.per_token else TokenRange(0, 1)
@@ -125,8 +129,7 @@ class RankMemory:
     def write(self, salt: int, tables: Tables, num_tokens: int, is_last: bool = True) -> None:
         """What a prefill leaves behind. Before its last token, a state of fixed size is another one."""
         for number, group in self.map.held():
-            tokens = TokenRange(0, num_tokens if group.state.per_token else 1)
-            places, numbers = group.at(tables[number], tokens)
+            places, numbers = group.at(tables[number], group.computed(num_tokens))
             is_own = is_last or group.state.per_token
             self.bytes[places] = pattern(salt if is_own else salt ^ 1, numbers, group.keys)
 
@@ -135,8 +138,7 @@ class RankMemory:
         for number, group in self.map.held():
             if group.state.per_token or is_last:
                 there = group.numbers <= ahead.num_states
-                tokens = TokenRange(0, ahead.num_tokens if group.state.per_token else 1)
-                places, numbers = group.at(tables[number], tokens)
+                places, numbers = group.at(tables[number], group.computed(ahead.num_tokens))
                 self.bytes[places[:, there]] = pattern(salt, numbers, group.keys[there])
 
     def wrong_bytes(self, salt: int, tables: Tables, ranges: Sequence[TokenRange]) -> int:
@@ -160,7 +162,7 @@ class BlockPool:
     def __init__(self, layout: Layout, shared: bool) -> None:
         self._groups = layout.groups
         self._shared = shared
-        self._per_token = _per_token(layout)
+        self._entry_tokens = _entry_tokens(layout)
         self._free = [list(range(group.num_blocks)) for group in (layout.groups[:1] if shared else layout.groups)]
         self._total = sum(map(len, self._free))
 
@@ -193,10 +195,13 @@ class BlockPool:
     def _needed(self, number: int, num_tokens: int) -> int:
         if num_tokens == 0:
             return 0
-        return -(-num_tokens // self._groups[number].block_tokens) if self._per_token[number] else 1
+        block_tokens = self._groups[number].block_tokens * self._entry_tokens[number]
+        return -(-num_tokens // block_tokens) if block_tokens else 1
 
 
-def _per_token(layout: Layout) -> list[bool]:
+def _entry_tokens(layout: Layout) -> list[int]:
+    """Per group, how many tokens an entry stands for; 0 for states of fixed size."""
     named = layout.state_named()
-    with_tokens = {placement.group for placement in layout.placements if named[placement.state].per_token}
-    return [number in with_tokens for number in range(len(layout.groups))]
+    states = {placement.group: named[placement.state] for placement in layout.placements}
+    found = [states.get(number) for number in range(len(layout.groups))]
+    return [state.compress_ratio if state and state.per_token else 0 for state in found]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
 
-from engines.models import random_model
+from engines.models import COMPRESSED, random_model
 
 from kvferry.errors import FerryError
 from kvferry.plan.description.describe import EngineShape, describe
@@ -68,7 +68,8 @@ def shape_of(number: int) -> Shape:
     """One of the `NUM_SHAPES` pairs of engines."""
     rng = random.Random(number)
     while True:
-        model, parallel = random_model(rng), rng.choice(PARALLEL)
+        also = (rng.choice(sorted(COMPRESSED)),) if number % 8 == 7 else ()
+        model, parallel = random_model(rng, also), rng.choice(PARALLEL)
         if len(model.kept()) > MAX_STATES:
             continue
         try:
@@ -83,7 +84,8 @@ def shape_of(number: int) -> Shape:
 
 def _side(rng: random.Random, model: CacheModel, parallel: tuple[int, int]) -> tuple[Side, str]:
     kernel_blocks, shared_pool = rng.choice([1, 1, 1, 2]), rng.random() < 0.4
-    block_tokens = kernel_blocks * rng.randint(1, 4 // kernel_blocks)
+    ratio = max(kept.state.compress_ratio for kept in model.kept())
+    block_tokens = kernel_blocks * rng.randint(1, 4 // kernel_blocks) * ratio
     # Room for two or three of the longest requests: pools run full, and blocks are used again at once.
     per_request = -(-MAX_TOKENS // block_tokens)
     num_blocks = per_request * rng.randint(2, MAX_REQUESTS) * (len(model.groups()) if shared_pool else 1)

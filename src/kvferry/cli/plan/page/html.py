@@ -66,11 +66,13 @@ def _groups(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups = []
     for group in facts["groups"]:
         moved, per_token, fixed = group["moved_tokens"], group["bytes_per_token"], group["fixed_bytes"]
-        parts = [f"{moved:,} tokens {TIMES} {format_bytes(per_token)}"] if moved and per_token else []
+        entry = group["tokens_per_entry"]
+        what = "tokens" if entry == 1 else f"entries of {entry} tokens"
+        parts = [f"{moved // entry:,} {what} {TIMES} {format_bytes(per_token * entry)}"] if moved and per_token else []
         parts += [f"{format_bytes(fixed)} that do not depend on the length"] if fixed else []
         tail = 100 * min(1.0, moved / max(1, facts["tokens"])) if per_token else 0.0
         words = " + ".join(parts) or "nothing"
-        groups.append({**group, "bytes": moved * per_token + fixed, "tail": tail, "words": words})
+        groups.append({**group, "bytes": round(moved * per_token) + fixed, "tail": tail, "words": words})
     return groups
 
 
