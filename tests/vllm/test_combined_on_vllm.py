@@ -211,7 +211,13 @@ def test_servers_that_keep_different_things_say_which(pair: Pair, spec):
 # --- speculators with a cache of their own ---
 
 LEFT = (("transfer_draft_layers", False),)
+IF_BOTH = (("transfer_draft_layers", "if_both"),)
 SPECULATING = {
+    "on decode alone, if both": replace(PLAIN, decode=drafting("kv_consumer", extra=IF_BOTH)),
+    "on prefill alone, if both": replace(PLAIN, prefill=drafting("kv_producer", extra=IF_BOTH)),
+    "on both, if both": replace(
+        PLAIN, prefill=drafting("kv_producer", extra=IF_BOTH), decode=drafting("kv_consumer", extra=IF_BOTH)
+    ),
     "on decode alone": replace(PLAIN, decode=drafting("kv_consumer", extra=LEFT)),
     "on prefill alone": replace(PLAIN, prefill=drafting("kv_producer", extra=LEFT)),
     "on both": replace(PLAIN, prefill=drafting("kv_producer"), decode=drafting("kv_consumer")),
@@ -226,7 +232,7 @@ SPECULATING = {
 @pytest.mark.parametrize(
     "spec",
     [
-        pytest.param(spec, id=name, marks=() if "decode" in name else pytest.mark.full)
+        pytest.param(spec, id=name, marks=() if name == "on decode alone, if both" else pytest.mark.full)
         for name, spec in SPECULATING.items()
     ],
 )

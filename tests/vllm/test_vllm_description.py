@@ -45,8 +45,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvferry.connectors.vllm.description.cpu_block_layout import Tile, probe
 from kvferry.connectors.vllm.description.describe import EngineFacts, LayerFacts, describe
 from kvferry.connectors.vllm.scheduler.scheduler import _running
+from kvferry.connectors.vllm_keys import IF_BOTH
 from kvferry.errors import IncompatibleError, LayoutError
-from kvferry.plan.description.layout import Axis
+from kvferry.plan.description.layout import Axis, contents
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import bind
@@ -637,6 +638,16 @@ def test_a_speculators_layers_may_stay_where_they_are():
     assert {state.name.partition(".")[0] for state in left.layout.states} == {"model"}
     assert route([plain.layout], [left.layout]).legs
     assert left.tables(((1, 2),)) == ((1, 2),)
+
+
+def test_a_speculators_layers_may_move_if_both_sides_have_them():
+    plain, spoken = make_rank([(full(), NAMES)], facts()), make_rank([(full(), NAMES + DRAFT)], facts(NAMES + DRAFT))
+    either = describe(spoken.config, spoken.caches, spoken.engine, IF_BOTH).layout
+    assert [state.name for state in either.states if state.optional] == ["draft.layers.0.k", "draft.layers.0.v"]
+    alone = route([plain.layout], [plain.layout]).legs
+    assert len(route([plain.layout], [either]).legs) == len(route([either], [plain.layout]).legs) == len(alone)
+    assert len(route([either], [either]).legs) == len(alone) + 2
+    assert contents(either) == contents(plain.layout)
 
 
 def test_a_speculator_that_would_read_recurrent_states_is_not_left_alone():

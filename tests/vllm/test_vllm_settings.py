@@ -71,6 +71,7 @@ def test_engines_that_nobody_could_fetch_from_are_refused(kind, found):
 def test_a_speculators_layers_are_transferred_unless_told_otherwise():
     assert settings().draft_layers
     assert not settings({"transfer_draft_layers": False}).draft_layers
+    assert settings({"transfer_draft_layers": "if_both"}).draft_layers == "if_both"
 
 
 def test_an_engine_that_sleeps_without_a_word_is_refused(monkeypatch):

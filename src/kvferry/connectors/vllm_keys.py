@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvferry import DigestPolicy
 from kvferry.options import STAGING_BYTES, StagingMemory
+
+IF_BOTH: Final = "if_both"
+DraftLayers = bool | Literal["if_both"]
+"""Whether the cache of a speculator moves: always, never, or if both sides have one alike."""
 
 
 class IgnoredKeys(msgspec.Struct):
@@ -36,5 +40,5 @@ class ExtraConfig(IgnoredKeys, forbid_unknown_fields=True):
     strategy: str = "auto"
     token_file: str = ""
     transfer_direction: str = "auto"
-    transfer_draft_layers: bool = True
+    transfer_draft_layers: DraftLayers = True
     transport: str = "auto"

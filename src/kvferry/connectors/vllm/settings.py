@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from kvferry import AgentConfig, read_token
 from kvferry.connectors.timing import timing_of
 from kvferry.connectors.vllm.features import SAYS_WHEN_IT_SLEEPS, returns_routed_experts
-from kvferry.connectors.vllm_keys import ExtraConfig, IgnoredKeys
+from kvferry.connectors.vllm_keys import DraftLayers, ExtraConfig, IgnoredKeys
 from kvferry.errors import ConfigurationError
 from kvferry.options import (
     StagingMemory,
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 class Settings:
     """One engine's settings. `agent` is that of rank 0, without an epoch of its own.
 
-    `is_loss_fatal` says that a request whose cache did not arrive ends with an error and is not computed here. Without
-    `draft_layers` a speculator's own cache stays where it is.
+    `is_loss_fatal` says that a request whose cache did not arrive ends with an error and is not computed here.
+    `draft_layers` says whether a speculator's own cache moves.
     """
 
     agent: AgentConfig
@@ -40,7 +40,7 @@ class Settings:
     staging_memory: StagingMemory = StagingMemory.HOST
     is_loss_fatal: bool = False
     layer_wise: bool = False
-    draft_layers: bool = True
+    draft_layers: DraftLayers = True
 
 
 def speak_like_vllm() -> None:

@@ -39,6 +39,8 @@ class State:
 
     Attention over compressed tokens keeps one entry for every `compress_ratio` of them, from a multiple of it on, and
     none for those that do not fill one. Such a state counts entries wherever others count tokens.
+
+    An engine can do without an `optional` state: one that lacks it may be on the other side, and then it does not move.
     """
 
     name: str
@@ -49,6 +51,7 @@ class State:
     window_tokens: int = 0
     chunk_tokens: int = 0
     compress_ratio: int = 1
+    optional: bool = False
 
     @property
     def token_limits(self) -> tuple[bool, int, int, int]:
@@ -175,11 +178,11 @@ def fingerprint(layout: Layout) -> str:
 
 
 def contents(*layouts: Layout) -> str:
-    """A short name for what is kept of a request, wherever it lies: engines with equal names can exchange it.
+    """A short name for what must be kept of a request, wherever it lies: engines with equal names can exchange it.
 
     `layouts` are those of all ranks of one engine.
     """
-    plain = sorted({repr(state) for layout in layouts for state in layout.states})
+    plain = sorted({repr(state) for layout in layouts for state in layout.states if not state.optional})
     return hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
 
 

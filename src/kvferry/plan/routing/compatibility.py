@@ -8,12 +8,16 @@ from kvferry.plan.description.layout import Layout, State
 
 
 def differences(sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[str, ...]:
-    """Every way in which the states of two engines differ, in words with both values; empty when they agree."""
+    """Every way in which the states of two engines differ, in words with both values; empty when they agree. What both
+    can do without, or only one has and can do without, may differ."""
     left, right = all_states(sources), all_states(targets)
-    found = [f"state {name}: only the source has it" for name in left if name not in right]
-    found += [f"state {name}: only the target has it" for name in right if name not in left]
+    found = [f"state {name}: only the source has it" for name in left if name not in right and not left[name].optional]
+    found += [
+        f"state {name}: only the target has it" for name in right if name not in left and not right[name].optional
+    ]
     for name in left.keys() & right.keys():
-        found += _state_differences(left[name], right[name])
+        if not (left[name].optional and right[name].optional):
+            found += _state_differences(left[name], right[name])
     for side, agreed, layouts in (("source", left, sources), ("target", right, targets)):
         found += [
             f"state {state.name}: rank {rank} of the {side} describes it differently from another rank"
@@ -22,6 +26,12 @@ def differences(sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[s
             if state != agreed[state.name]
         ]
     return tuple(sorted(found))
+
+
+def moving(sources: Sequence[Layout], targets: Sequence[Layout]) -> frozenset[str]:
+    """The states that both engines have, and have alike."""
+    left, right = all_states(sources), all_states(targets)
+    return frozenset(name for name in left.keys() & right.keys() if not _state_differences(left[name], right[name]))
 
 
 def _state_differences(left: State, right: State) -> list[str]:

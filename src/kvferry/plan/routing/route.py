@@ -18,7 +18,7 @@ from kvferry.errors import IncompatibleError, LayoutError, UncoveredError
 from kvferry.plan.description.layout import Layout, Placement, State
 from kvferry.plan.description.span import Span, overlap, uncovered
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenSet, classes, num_lookups
-from kvferry.plan.routing.compatibility import all_states, differences
+from kvferry.plan.routing.compatibility import all_states, differences, moving
 
 Box = tuple[Span, ...]
 
@@ -111,14 +111,15 @@ class _Cell(NamedTuple):
 
 
 def route(sources: Sequence[Layout], targets: Sequence[Layout]) -> Route:
-    """The legs that fill every box of every target rank exactly once.
+    """The legs that fill every box of every target rank exactly once, but for optional states that do not move.
 
     Raises IncompatibleError with all differences when the engines do not hold the same states, UncoveredError when a
     part of a state is held by no source rank.
     """
     if found := differences(sources, targets):
         raise IncompatibleError(found)
-    held = _held_by_state(sources)
+    moves = moving(sources, targets)
+    held = {name: found for name, found in _held_by_state(sources).items() if name in moves}
     replica_sets: dict[tuple[int, ...], list[_Cell]] = {}
     for cell in _target_cells(held, targets):
         if not cell.part.ranks:
@@ -145,7 +146,7 @@ def _held_by_state(layouts: Sequence[Layout]) -> dict[str, list[_Held]]:
 
 
 def _target_cells(held: dict[str, list[_Held]], targets: Sequence[Layout]) -> Iterator[_Cell]:
-    """Every cell of every target rank."""
+    """Every cell of every target rank, of the states that are held."""
     # Layers are alike: what is found for the first is true for all that are held in the same way.
     alike: dict[tuple[_Held, ...], int] = {}
     kind = {name: alike.setdefault(tuple(found), len(alike)) for name, found in held.items()}
@@ -153,7 +154,7 @@ def _target_cells(held: dict[str, list[_Held]], targets: Sequence[Layout]) -> It
     budget = _Budget()
     for target_rank, layout in enumerate(targets):
         named = layout.state_named()
-        for placement in layout.placements:
+        for placement in (each for each in layout.placements if each.state in held):
             state = named[placement.state]
             tokens = _tokens_of(layout, placement, state)
             key = kind[state.name], placement.spans, tokens

@@ -22,9 +22,10 @@ from kvferry import Memory
 from kvferry.connectors.vllm.description.attention import attention_parts, latent_parts
 from kvferry.connectors.vllm.description.engine_facts import EngineFacts, LayerFacts, engine_facts, prefix_of
 from kvferry.connectors.vllm.description.groups import GroupFacts
-from kvferry.connectors.vllm.description.parts import Cache, Part, Parts, unsupported
+from kvferry.connectors.vllm.description.parts import Cache, Part, Parts, optional, unsupported
 from kvferry.connectors.vllm.description.recurrent import recurrent_parts
 from kvferry.connectors.vllm.features import is_in_device_memory
+from kvferry.connectors.vllm_keys import IF_BOTH, DraftLayers
 from kvferry.errors import LayoutError
 from kvferry.layout import CacheGroup, Layout, Placement, Region, State, TokenRange
 
@@ -87,22 +88,25 @@ def describe(
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
     engine: EngineFacts,
-    draft_layers: bool = True,
+    draft_layers: DraftLayers = True,
 ) -> Described:
     """Describe every cache that vLLM transfers.
 
-    `kv_caches` has a layer's cache by its name, as registered. Without `draft_layers` a speculator's are left out.
+    `kv_caches` has a layer's cache by its name, as registered. Without `draft_layers` a speculator's are left out; with
+    `IF_BOTH` the other side may lack them.
     Raises LayoutError for what cannot be described, naming the layer and its specification.
     """
     building = _Building()
     for index in kv_cache_config.transfer_group_ids:
         for cache in _caches(kv_cache_config, index, kv_caches, engine):
-            if cache.is_draft and not draft_layers:
+            if cache.is_draft and draft_layers is not True:
                 _check_leaving(cache, kv_cache_config)
-                continue
+                if draft_layers is False:
+                    continue
             if type(cache.spec) not in _KINDS:
                 raise unsupported(cache.layer, cache.spec, "this kind of cache is not supported")
-            building.add(index, cache, _KINDS[type(cache.spec)](cache))
+            parts = _KINDS[type(cache.spec)](cache)
+            building.add(index, cache, optional(parts) if cache.is_draft and draft_layers == IF_BOTH else parts)
     if not building.placements:
         raise LayoutError("vLLM has registered no cache that can be transferred", found=", ".join(kv_caches) or "none")
     layout = Layout(tuple(building.states), tuple(building.regions), tuple(building.groups), tuple(building.placements))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,12 @@ class Parts:
     parts: tuple[Part, ...]
     whole_tokens: int = 0
     limits: tuple[int, int] = (0, 0)
+
+
+def optional(parts: Parts) -> Parts:
+    """The same states, without which the engine can do."""
+    made = (replace(part, state=replace(part.state, optional=True)) for part in parts.parts)
+    return replace(parts, parts=tuple(made))
 
 
 def unsupported(layer: str, spec: Any, what: str, *, found: str = "", hint: str = "") -> LayoutError:
