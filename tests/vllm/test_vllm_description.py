@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     compute_layout_strides,
@@ -443,6 +444,99 @@ def test_latent_rows_between_other_block_sizes_and_ranks():
     assert target.layout.states[0].axes == (Axis("dim", 48),)
 
 
+V4 = "model.layers.2.attn"
+V4_BACKENDS = {
+    V4: "FLASHMLA_SPARSE_DSV4",
+    f"{V4}.indexer.k_cache": "DEEPSEEK_V4_INDEXER",
+    f"{V4}.swa_cache": "DEEPSEEK_SPARSE_SWA",
+    f"{V4}.compressor.state_cache": "CompressorBackend",
+    f"{V4}.indexer.compressor.state_cache": "CompressorBackend",
+}
+
+
+def swa_mla(block, dim, window, dtype=torch.float32, **changes):
+    return SlidingWindowMLASpec(
+        block_size=block, num_kv_heads=1, head_size=dim, dtype=dtype, sliding_window=window, max_tp_shards=1, **changes
+    )
+
+
+def v4_rank(block, packed=False, only=None):
+    """A sparse layer of DeepSeek V4, narrower, in the groups that vLLM makes of it, or in one of them: entries of 4
+    tokens, the last ones as they are, and what an entry is computed from."""
+    version = {"model_version": "deepseek_v4"}
+    row = {"dtype": torch.uint8, "state_content_bytes": 24} if packed else {"dtype": torch.bfloat16}
+    entries = {
+        V4: mla(block, head_size=16, tokens_per_state=4, **version, **row),
+        f"{V4}.indexer.k_cache": mla(block, head_size=12, dtype=torch.uint8, tokens_per_state=4),
+    }
+    groups = [
+        (UniformTypeKVCacheSpecs(block_size=block, kv_cache_specs=entries), tuple(entries)),
+        (swa_mla(block // 4, 16, 24, **version, **row), (f"{V4}.swa_cache",)),
+        (swa_mla(4, 8, 8), (f"{V4}.compressor.state_cache",)),
+        (swa_mla(4, 6, 8), (f"{V4}.indexer.compressor.state_cache",)),
+    ]
+    layers = {name: LayerFacts(backend) for name, backend in V4_BACKENDS.items()}
+    chosen = groups if only is None else [groups[only]]
+    return make_rank(chosen, facts(layers=layers, num_heads=1), num_blocks=64)
+
+
+def test_a_layer_with_entries_of_several_tokens_has_the_names_and_limits_of_the_catalog():
+    rank = v4_rank(64)
+    assert [(s.name, s.compress_ratio, s.window_tokens) for s in rank.layout.states] == [
+        ("model.layers.2.compressed", 4, 0),
+        ("model.layers.2.indexer.compressed.kv_block", 1, 0),
+        ("model.layers.2.latent", 1, 24),
+        ("model.layers.2.compressor", 1, 8),
+        ("model.layers.2.indexer.compressor", 1, 8),
+    ]
+    assert [group.block_tokens for group in rank.layout.groups] == [16, 1, 16, 4, 4]
+    assert [group.whole_tokens for group in rank.described.groups] == [0, 64, 0, 0, 0]
+    packed = v4_rank(64, packed=True)
+    assert [s.name for s in packed.layout.states][::2] == [
+        "model.layers.2.compressed.kv_block",
+        "model.layers.2.kv_block",
+        "model.layers.2.indexer.compressor",
+    ]
+    assert [group.whole_tokens for group in packed.described.groups] == [64, 16, 0, 0]
+    assert packed.layout.states[0].dtype == "uint8:FLASHMLA_SPARSE_DSV4:block16"
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "rows"),
+    [
+        (0, V4, range(26)),
+        (1, f"{V4}.swa_cache", range(84, 107)),
+        (2, f"{V4}.compressor.state_cache", range(100, 107)),
+        (3, f"{V4}.indexer.compressor.state_cache", range(100, 107)),
+    ],
+)
+def test_entries_that_are_complete_move_and_so_does_what_the_next_is_made_of(group, name, rows):
+    """Of 107 tokens: 26 entries, the last 23 rows, and 7 tokens from which the next entry is computed."""
+    source, target = v4_rank(64, only=group), v4_rank(64, only=group)
+    source.scramble(1)
+    target.scramble(2)
+    left, right = (random.Random(seed).sample(range(1, 64), 27) for seed in (1, 2))
+    expected, cache = target.caches[name].clone(), source.caches[name]
+    move([source], [target], ([left], [right]), TokenRange(0, 107))
+    size = cache.shape[2]
+    for row in rows:
+        expected[right[row // size], 0, row % size] = cache[left[row // size], 0, row % size]
+    # What lies behind the last row in its block is written before it is read.
+    behind = right[rows.stop // size], 0, slice(rows.stop % size, None)
+    expected[behind] = target.caches[name][behind]
+    assert torch.equal(target.caches[name].view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_what_is_computed_again_is_refused():
+    (layer,) = names = (f"{V4}.swa_cache",)
+    try:
+        spec = swa_mla(16, 16, 24, model_version="deepseek_v4", bounded_replay=True)
+    except TypeError:
+        pytest.skip("this vLLM computes nothing again")
+    with pytest.raises(LayoutError, match="computed again"):
+        make_rank([(spec, names)], facts(layers={layer: LayerFacts("DEEPSEEK_SPARSE_SWA")}))
+
+
 @pytest.mark.skipif(
     not hasattr(kv_cache_interface, "SparseCacheRole"), reason="vLLM 0.29 knows an indexer by its backend"
 )
@@ -670,7 +764,6 @@ def test_a_speculator_that_would_read_recurrent_states_is_not_left_alone():
         (full(kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD), "its quantisation scales are stored outside the cache"),
         (full(tokens_per_state=2), "several tokens"),
         (full(num_head_slots=8), "packs heads"),
-        (mla(model_version="deepseek_v4"), "how its rows are packed"),
         (
             MambaSpec(16, shapes=((3, 4), (2, 2)), dtypes=(torch.float32,) * 2, mamba_type=Mamba.LINEAR),
             "kind of state is not supported",

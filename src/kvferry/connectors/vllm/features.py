@@ -181,11 +181,11 @@ SAYS_WHEN_IT_SLEEPS = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def is_indexer(spec: Any, backend: str) -> bool:
-    """Whether a latent cache is that of a sparse attention's indexer. Before 0.30 only its backend says so."""
+    """Whether a latent cache is that of a sparse attention's indexer. Before 0.30, and in DeepSeek V4, only its backend
+    says so."""
     roles = getattr(kv_cache_interface, "SparseCacheRole", None)
-    if roles is None or not hasattr(spec, "cache_role"):
-        return backend.endswith("_INDEXER")
-    return bool(spec.cache_role == roles.INDEXER)
+    has_role = roles is not None and getattr(spec, "cache_role", None) == roles.INDEXER
+    return has_role or backend.endswith("_INDEXER")
 
 
 def is_in_device_memory(group: Any, spec: Any) -> bool:

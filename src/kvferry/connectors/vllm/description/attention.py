@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
@@ -40,15 +41,20 @@ def attention_parts(cache: Cache) -> Parts:
 
 
 def latent_parts(cache: Cache) -> Parts:
-    """One row per token for all heads, the same on every tensor-parallel rank; or an indexer's keys and scales."""
-    spec = cache.spec
-    if spec.model_version is not None:
+    """One row per token, or for several, for all heads, the same on every tensor-parallel rank; or an indexer's keys
+    and scales."""
+    spec, words = cache.spec, cache.layer.split(".")
+    if spec.model_version not in (None, "deepseek_v4"):
         raise unsupported(
             cache.layer, spec, "kvferry does not know how its rows are packed", found=str(spec.model_version)
         )
-    if is_indexer(spec, cache.facts.backend):
+    if getattr(spec, "bounded_replay", False):
+        raise unsupported(cache.layer, spec, "what it keeps is computed again from where a prompt goes on")
+    if is_indexer(spec, cache.facts.backend) or "indexer" in words:
+        cache = replace(cache, prefix=f"{cache.prefix}.indexer")
+    if is_indexer(spec, cache.facts.backend) or (spec.model_version and spec.state_content_bytes):
         # Values of a block come first, its scales behind them, in an order that depends on the device.
-        return _whole(replace(cache, prefix=f"{cache.prefix}.indexer"), _limits(cache))
+        return _whole(cache, _limits(cache), _kind(spec, words))
     item = cache_item(cache)
     row_bytes = spec.state_content_size_bytes
     _check_shape(cache, row_bytes)
@@ -60,18 +66,31 @@ def latent_parts(cache: Cache) -> Parts:
             found=str(tuple(cache.tensor.shape)),
         )
     axis = Axis("byte" if spec.state_content_bytes else "dim", row_bytes // item[1])
-    state = State(f"{cache.prefix}.latent", *item, (axis,), True, *_limits(cache))
+    name, limits = f"{cache.prefix}.{_kind(spec, words)}", _limits(cache)
+    state = State(name, *item, (axis,), True, *limits, compress_ratio=int(spec.tokens_per_state))
     block, _, token, _ = cache.byte_strides
     part = Part(state, 0, (Span(0, axis.extent),), (item[1],), block, token)
     return Parts(_group(cache), (part,))
 
 
+def _kind(spec: Any, words: list[str]) -> str:
+    """What a latent cache keeps, of several that a layer may have."""
+    if "compressor" in words:
+        return "compressor"
+    return "compressed" if spec.tokens_per_state > 1 else "latent"
+
+
 def _check_shape(cache: Cache, content_bytes: int) -> None:
     """The tensor must be what the specification says, with its content in one piece."""
     spec, tensor = cache.spec, cache.tensor
-    if spec.tokens_per_state != 1 or (spec.state_content_bytes not in (None, content_bytes)):
+    ratio = spec.tokens_per_state
+    is_whole = ratio == 1 or (
+        isinstance(spec, MLAAttentionSpec) and ratio == int(ratio) and not spec.block_size % ratio
+    )
+    if not is_whole or (spec.state_content_bytes not in (None, content_bytes)):
         raise unsupported(cache.layer, spec, "several tokens or formats share one row")
-    expected = (cache.num_blocks * cache.kernel_blocks, spec.num_heads, spec.block_size // cache.kernel_blocks)
+    rows = spec.block_size // int(ratio) // cache.kernel_blocks
+    expected = (cache.num_blocks * cache.kernel_blocks, spec.num_heads, rows)
     found = (*tensor.shape[:3], tensor.shape[-1] * tensor.element_size())
     if tensor.dim() != 4 or found != (*expected, content_bytes) or tensor.stride(-1) != 1:
         what = f"expected blocks, heads, tokens and bytes {(*expected, content_bytes)} with a stride of 1 in the last"
@@ -107,7 +126,11 @@ def _heads(cache: Cache) -> tuple[Axis, Span]:
 
 def _group(cache: Cache) -> CacheGroup:
     # The last block of a request is its own, and vLLM writes every slot before it reads it.
-    return CacheGroup(cache.spec.block_size, cache.num_blocks, 0, cache.kernel_blocks, _share(cache), tail_is_free=True)
+    spec, share = cache.spec, _share(cache)
+    if spec.tokens_per_state != 1 and share != UNSHARED:
+        raise unsupported(cache.layer, spec, "entries of several tokens cannot be divided by tokens")
+    rows = spec.block_size // int(spec.tokens_per_state)
+    return CacheGroup(rows, cache.num_blocks, 0, cache.kernel_blocks, share, tail_is_free=True)
 
 
 def _share(cache: Cache) -> TokenShare:
@@ -140,8 +163,9 @@ def _cache_word(cache: Cache) -> str:
     return "auto" if cache.spec.kv_quant_mode.name == "NONE" else cache.engine.cache_dtype
 
 
-def _whole(cache: Cache, limits: tuple[int, int]) -> Parts:
-    """A head's part of a kernel block as bytes in an order that only engines with the same packing share.
+def _whole(cache: Cache, limits: tuple[int, int], kind: str = "latent") -> Parts:
+    """A head's part of a kernel block as bytes in an order that only engines with the same packing share. A layer with
+    several such caches has one of each `kind`.
 
     The dtype's name says which packing and how many tokens, so that others are refused with both names.
     """
@@ -157,11 +181,12 @@ def _whole(cache: Cache, limits: tuple[int, int]) -> Parts:
     if not isinstance(spec, MLAAttentionSpec):
         axis, span = _heads(cache)
         axes, spans, strides = [axis, *axes], [span, *spans], [head, *strides]
-    state = State(f"{cache.prefix}.kv_block", word, 1, tuple(axes), True)
+    name = f"{cache.prefix}.kv_block" if kind == "latent" else f"{cache.prefix}.{kind}.kv_block"
+    state = State(name, word, 1, tuple(axes), True)
     # Pieces are counted where other groups count tokens; a piece is a kernel block.
     group = CacheGroup(cache.kernel_blocks, cache.num_blocks, 0, cache.kernel_blocks)
     part = Part(state, 0, tuple(spans), tuple(strides), block, block)
-    return Parts(group, (part,), tokens, limits)
+    return Parts(group, (part,), tokens * int(spec.tokens_per_state), limits)
 
 
 def _whole_dtype(cache: Cache) -> str:
