@@ -11,7 +11,7 @@ from kvferry.catalog.config.dtypes import PACKED_LATENT, cache_item, model_item,
 from kvferry.catalog.config.families import given_names, language_fields, outer_fields
 from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.config.unused import check_unused
-from kvferry.catalog.layers import linear, mamba
+from kvferry.catalog.layers import block_configs, linear, mamba
 from kvferry.catalog.layers.attention import HEADS, attention
 from kvferry.catalog.layers.compressed import COMPRESSED, compressed_attention
 from kvferry.catalog.layers.latent import indexer_layers, latent_attention
@@ -65,10 +65,11 @@ def _other_parameters(fields: Fields, layers: tuple[Layer, ...]) -> int:
 
 
 def _read(fields: Fields, given: frozenset[str], otherwise: str) -> tuple[FieldRead, ...]:
-    """What counted, and who says it: the config, if it has `given` it."""
+    """What counted, and who says it: the config, if it has `given` it. Not what only single layers have."""
     return tuple(
         FieldRead(name, fields.value_at(name), tuple(decides), "config" if name.split(".")[0] in given else otherwise)
         for name, decides in sorted(fields.taken.items())
+        if fields.value_at(name) is not None
     )
 
 
@@ -111,6 +112,9 @@ def _mixers(
 
 def _own_numbers(fields: Fields, num_layers: int) -> dict[str, tuple[tuple[str, int], ...]]:
     """The numbers in which single layers differ from the others, by the layer's number as it is written: 5 or 05."""
+    if fields.has(block_configs.FIELD):
+        heads = enumerate(block_configs.key_heads(fields))
+        return {str(layer): (("num_key_value_heads", number),) for layer, number in heads if number}
     given = fields.inner("per_layer_config")
     for name in given.values:
         if not re.fullmatch("[0-9]{1,4}", name) or int(name) >= num_layers:

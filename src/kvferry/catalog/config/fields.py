@@ -96,6 +96,15 @@ class Fields:
         prefix = f"{self.prefix}{name}."
         return replace(self, source=f"{self.source}, {name}", values=value, prefix=prefix)
 
+    def inners(self, name: str) -> tuple[Fields, ...]:
+        """The fields of each object in a list, which counts as read as a whole; none when it is not given."""
+        items = self._items(name)
+        for item in items:
+            if not isinstance(item, Mapping):
+                raise self.wrong(name, item, "a list of objects with fields of their own")
+        named = ((f"{self.source}, {name}[{number}]", item) for number, item in enumerate(items))
+        return tuple(Fields(source, item) for source, item in named if isinstance(item, Mapping))
+
     def skip(self, *names: str) -> None:
         """These mean nothing here: others say the same, or they are about what the model does not have."""
         self.used.update(self.prefix + name for name in names)

@@ -8,6 +8,7 @@ from functools import partial
 
 from kvferry.catalog.config.families import family_of
 from kvferry.catalog.config.fields import MAX_LAYERS, Fields
+from kvferry.catalog.layers.block_configs import attention_words
 from kvferry.catalog.layers.compressed import HEAVY, SPARSE, words_of_ratios
 
 
@@ -41,6 +42,7 @@ _WORDS = {
         ("mamba2", "", "linear", False),
         ("hybrid", "full", "linear", False),
         ("conv", "", "conv", False),
+        ("no_attention", "", "", False),
         ("mlp", "", "", True),
         ("moe", "", "", True),
     )
@@ -74,7 +76,12 @@ def layers_of(fields: Fields) -> tuple[Layer, ...]:
 def _listed(fields: Fields) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The words of the model's layers, where each is named, and those of its draft layers, if they follow."""
     words, pattern = fields.words("layer_types", "layers_block_type"), fields.word("hybrid_override_pattern")
-    words = words_of_ratios(fields) or words or _marked(fields, "hybrid_override_pattern", pattern, _MARKS)
+    words = (
+        words_of_ratios(fields)
+        or attention_words(fields)
+        or words
+        or _marked(fields, "hybrid_override_pattern", pattern, _MARKS)
+    )
     num_drafts = fields.count(*_NUM_DRAFTS)
     if num_drafts and fields.has("num_hidden_layers") and len(words) == fields.number("num_hidden_layers") + num_drafts:
         return words[:-num_drafts], words[-num_drafts:]

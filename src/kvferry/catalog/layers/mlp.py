@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.catalog.config.families import family_of
 from kvferry.catalog.config.fields import Fields
+from kvferry.catalog.layers import block_configs
 from kvferry.catalog.layers.layer_types import Layer
 
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
@@ -23,6 +24,8 @@ _SHARED_SIZE = (
 
 def mlp_parameters(fields: Fields, layers: tuple[Layer, ...]) -> int:
     """Weights of all MLPs that one token is multiplied with."""
+    if fields.has(block_configs.FIELD):
+        return sum(_size(fields, size) for size in block_configs.mlp_sizes(fields))
     num_dense, num_sparse = _num_layers(fields, layers)
     # When shared experts are computed; and what there is to say of experts where there are none.
     fields.skip("moe_shared_expert_overlap", *(() if num_sparse else ("moe_intermediate_size", *_NUM_DENSE, *_CHOSEN)))
