@@ -6,95 +6,24 @@ import json
 from importlib import resources
 
 import pytest
+from shipped_figures import FIGURES, PUBLISHED, SOURCES
 
 from kvferry import catalog
 from kvferry.catalog import Options
 
 AUTO = Options("auto", draft_layers=False)
 
-# Bytes per token: layers * (key and value) * heads * dim * bytes.
-# Fixed bytes: layers * (convolutions * inputs kept * bytes + state * bytes).
-FIGURES = {
-    "llama-3.1-8b": (32 * 2 * 8 * 128 * 2, 0, ("full",)),
-    "llama-3.3-70b": (80 * 2 * 8 * 128 * 2, 0, ("full",)),
-    "qwen3-8b": (36 * 2 * 8 * 128 * 2, 0, ("full",)),
-    "qwen3-32b": (64 * 2 * 8 * 128 * 2, 0, ("full",)),
-    "qwen3-235b-a22b": (94 * 2 * 4 * 128 * 2, 0, ("full",)),
-    "gemma-3-27b": (62 * 2 * 16 * 128 * 2, 0, ("window-1024", "full")),
-    "mistral-7b": (32 * 2 * 8 * 128 * 2, 0, ("window-4096",)),
-    "mistral-small-3.2-24b": (40 * 2 * 8 * 128 * 2, 0, ("full",)),
-    "gpt-oss-120b": (36 * 2 * 8 * 64 * 2, 0, ("window-128", "full")),
-    "llama-4-scout": (48 * 2 * 8 * 128 * 2, 0, ("chunk-8192", "full")),
-    "deepseek-v2-lite": (27 * (512 + 64) * 2, 0, ("full",)),
-    "deepseek-v3": (61 * (512 + 64) * 2, 0, ("full",)),
-    "deepseek-v3.2": (61 * ((512 + 64) * 2 + 128 + 4), 0, ("full",)),
-    # Rows of the window, what entries of 4 and of 128 tokens are computed from in float32, and the entries themselves.
-    "deepseek-v4-flash": (
-        43 * 512 * 2
-        + (21 * (2 * 2 * 512 + 2 * 2 * 128) + 20 * 2 * 512) * 4
-        + 21 * (512 * 2 + 128 + 4) // 4
-        + 20 * 512 * 2 // 128,
-        0,
-        ("window-128", "every-4", "window-8", "every-128"),
-    ),
-    "nemotron-h-8b": (
-        4 * 2 * 8 * 128 * 2,
-        24 * ((128 * 64 + 2 * 8 * 128) * 3 * 2 + 128 * 64 * 128 * 4),
-        ("recurrent", "full"),
-    ),
-    "bamba-9b": (
-        3 * 2 * 8 * 128 * 2,
-        29 * ((128 * 64 + 2 * 1 * 128) * 3 * 2 + 128 * 64 * 128 * 2),
-        ("recurrent", "full"),
-    ),
-    "falcon-h1-7b": (
-        44 * 2 * 2 * 128 * 2,
-        44 * ((3072 + 2 * 1 * 256) * 3 * 2 + 24 * 128 * 256 * 2),
-        ("full", "recurrent"),
-    ),
-    "jamba-1.5-mini": (4 * 2 * 8 * 128 * 2, 28 * (2 * 4096 * 3 * 2 + 2 * 4096 * 16 * 2), ("recurrent", "full")),
-    "qwen3-next-80b-a3b": (
-        12 * 2 * 2 * 256 * 2,
-        36 * ((2 * 16 * 128 + 32 * 128) * 3 * 2 + 32 * 128 * 128 * 2),
-        ("recurrent", "full"),
-    ),
-    "tiny": (4 * 2 * 4 * 64 * 4, 0, ("full",)),
-}
-
-# Active parameters in billions as published, and what to take off them because a token of a prompt is not multiplied
-# with it: an input embedding apart from the output matrix. Llama, Mistral, Qwen3 and the hybrids publish all weights.
-PUBLISHED = {
-    "llama-3.1-8b": (8.03, 128256 * 4096),
-    "llama-3.3-70b": (70.55, 128256 * 8192),
-    "qwen3-8b": (8.19, 151936 * 4096),
-    "qwen3-32b": (32.76, 151936 * 5120),
-    "qwen3-235b-a22b": (22.0, 0),
-    "gemma-3-27b": (27.0, 0),
-    "mistral-7b": (7.24, 32000 * 4096),
-    "mistral-small-3.2-24b": (23.57, 131072 * 5120),
-    "gpt-oss-120b": (5.13, 0),
-    "llama-4-scout": (17.0, 202048 * 5120),
-    "deepseek-v2-lite": (2.4, 0),
-    "deepseek-v3": (37.0, 0),
-    "deepseek-v3.2": (37.0, 0),
-    "deepseek-v4-flash": (13.0, 0),
-    "nemotron-h-8b": (8.1, 131072 * 4096),
-    "bamba-9b": (9.78, 128256 * 4096),
-    "falcon-h1-7b": (7.59, 130048 * 3072),
-    "jamba-1.5-mini": (12.0, 0),
-    # "3B activated" is rounded: the model's technical figures give 3.9 with both embeddings.
-    "qwen3-next-80b-a3b": (3.9, 151936 * 2048),
-    "tiny": (0.00367, 1024 * 256),
-}
-
-
 def config_of(name: str) -> dict[str, object]:
     file = resources.files("kvferry.catalog") / "configs" / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def test_names_are_those_of_the_table():
+def test_names_are_those_of_the_tables():
     assert set(catalog.names()) == set(FIGURES) == set(PUBLISHED)
+
+
+def test_every_model_has_a_source_of_its_numbers():
+    assert set(SOURCES) | {"tiny"} == set(catalog.names())
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -85,6 +85,8 @@ def _left_out(read: tuple[FieldRead, ...]) -> tuple[str, ...]:
 
 def _num_own_layers(fields: Fields, num_layers: int) -> int:
     """How many layers keep keys and values of their own; the last ones may reuse those of earlier layers."""
+    if not fields.flag("use_cla", False):
+        fields.skip("cla_share_factor")  # how many layers would share theirs
     num_sharing = fields.count("num_kv_shared_layers")
     if num_sharing >= num_layers:
         raise fields.wrong("num_kv_shared_layers", num_sharing, f"fewer than the {num_layers} layers")

@@ -44,7 +44,9 @@ NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
         ".*drop(out)?(_.*)?|.*[a-z]pdrop|.*_init(ializer)?(_.*)?|init.*|.*_std|.*_loss(_.*)?|ignore_index"
     ),
     # hc: hyper-connections
-    "what a layer adds to": _any_of(".*residual.*|hc_.*|attn_res_.*|(use_)?parallel_attn|use_(attn|attention)_gate"),
+    "what a layer adds to": _any_of(
+        ".*residual.*|hc_.*|attn_res_.*|(use_)?parallel_attn|use_(head_wise_)?(attn|attention)_gate"
+    ),
     "where tokens lie": _any_of(
         "rope_.*|(use_|no_)?m?rope(_layers?|_layer_interval)?|.*(rotary|_theta).*|.*rope_interleaved?"
     ),

@@ -21,7 +21,10 @@ def attention(fields: Fields, kind: str, item: Item, has_indexer: bool = False) 
     """
     reach, swa = reach_of(fields, kind), ("swa_",) if kind == "window" else ()
     hidden_size = fields.number("hidden_size")
-    num_query_heads = fields.number(*_variants("num_attention_heads", swa))
+    # Those of sliding layers change nothing that full ones do.
+    fields.skip("num_sliding_attention_heads")
+    sliding = ("num_sliding_attention_heads",) if kind == "window" else ()
+    num_query_heads = fields.number(*sliding, *_variants("num_attention_heads", swa))
     heads, dims = _head_fields(fields, kind, swa), (*_variants("head_dim", swa), *DIMS)
     num_heads = fields.number_or(num_query_heads, *heads)
     # Multi-query attention of the first Falcon generation: one head, whatever the count says.

@@ -29,7 +29,10 @@ def latent_attention(fields: Fields, kind: str, item: Item, has_indexer: bool) -
     query_dim = heads * (plain_dim + rope_dim)
     query = query_rank * (hidden + query_dim) if query_rank else hidden * query_dim
     down, up = hidden * (rank + rope_dim), rank * heads * (plain_dim + value_dim)
-    num_parameters = query + down + up + heads * value_dim * hidden
+    output = heads * value_dim * hidden
+    # A gate of the output is as large as its projection.
+    gate = output if fields.flag("mla_use_output_gate", False) else 0
+    num_parameters = query + down + up + output + gate
 
     # A packed row has 8-bit latents, their float32 scales, and the rotary part in 16 bits.
     packed_bytes = rank + 4 * -(-rank // _QUANTISED_ELEMENTS) + 2 * rope_dim
@@ -43,6 +46,8 @@ def latent_attention(fields: Fields, kind: str, item: Item, has_indexer: bool) -
 
 def _indexer(fields: Fields) -> tuple[int, int]:
     """Heads and dimension of what scores which tokens a query attends to; zeros where the model has none."""
+    # Which steps of a draft choose tokens anew: the keys to choose by are kept all the same.
+    fields.skip("index_share_for_mtp_iteration")
     if not fields.has("index_topk"):
         return 0, 0
     return fields.number("index_n_heads"), fields.number("index_head_dim")

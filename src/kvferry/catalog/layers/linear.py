@@ -30,13 +30,19 @@ def delta_net(fields: Fields, item: Item, recurrent: Item) -> Mixer:
 
 
 def kimi_delta_net(fields: Fields, item: Item) -> Mixer:
-    """Kimi's delta attention, whose matrices vLLM keeps in float32 and whose gates are of low rank."""
+    """Kimi's delta attention, whose matrices vLLM keeps in float32. The gate of what is forgotten is of low rank, and so
+    is that of the output where the config says nothing else."""
     own = fields.inner("linear_attn_config") if fields.has("linear_attn_config") else fields
+    if own is not fields:
+        # Its class in transformers says the same once more.
+        fields.skip("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
     num_heads = own.number("num_heads", "linear_num_heads", "num_attention_heads")
     dim = own.number("head_dim", "linear_head_dim")
     kernel = kernel_of(own, "short_conv_kernel_size", "linear_conv_kernel_dim")
     hidden_size, inner, head = fields.number("hidden_size"), num_heads * dim, Axis("head", num_heads)
-    gates = 2 * dim * (hidden_size + inner) + hidden_size * num_heads
+    low_rank = dim * (hidden_size + inner)
+    output_gate = hidden_size * inner if own.flag("use_full_rank_gate", False) else low_rank
+    gates = low_rank + output_gate + hidden_size * num_heads
     num_parameters = 4 * hidden_size * inner + gates + 3 * inner * kernel
     key, value = (head, Axis("key_dim", dim)), (head, Axis("value_dim", dim))
     return Mixer(RECURRENT, num_parameters, _kept(key, value, kernel, item, FLOAT32))
