@@ -243,8 +243,8 @@ PUBLISHED = {
     "tiny": (0.00367, 1024 * 256),
 }
 
-# Where the numbers of a config were read. A config.json is what NVIDIA's aiconfigurator keeps as the model's own, except
-# where another place is named; slime, litgpt and Megatron-Bridge are the repositories of these names.
+# Where the numbers of a config were read. A config.json is what NVIDIA's aiconfigurator keeps as the model's own, but
+# where another place is named; slime, litgpt and Megatron-Bridge are repositories of these names.
 _FIRST = "its config.json, as the name was first shipped"
 SOURCES = {
     "llama-3.1-8b": "config.json of meta-llama/Meta-Llama-3.1-8B",
@@ -293,7 +293,7 @@ SOURCES = {
     "moonlight-16b-a3b": "slime, scripts/models/moonlight.sh",
     "kimi-k2": "config.json of moonshotai/Kimi-K2-Instruct",
     "kimi-k3": "config.json of moonshotai/Kimi-K3",
-    "kimi-linear-48b-a3b": "KimiLinearConfig of transformers; layers: its config.json, as tests of other engines quote it",
+    "kimi-linear-48b-a3b": "KimiLinearConfig of transformers; layers: its config.json, quoted by other engines",
     "glm-4.5": "slime, scripts/models/glm4.5-355B-A32B.sh; draft layer: Glm4MoeConfig of transformers",
     "glm-4.5-air": "slime, scripts/models/glm4.5-106B-A12B.sh; draft layer: Glm4MoeConfig of transformers",
     "glm-5": "config.json of zai-org/GLM-5",
@@ -302,8 +302,7 @@ SOURCES = {
     "minimax-m3": "config.json of MiniMaxAI/MiniMax-M3",
     "mimo-7b": "config.json of XiaomiMiMo/MiMo-7B-Base",
     "mimo-v2-flash": "config.json of XiaomiMiMo/MiMo-V2-Flash",
-    "step-3.7-flash": "Megatron-Bridge, configuration_step35.py and step35_provider.py; Step3p7TextConfig of transformers;"
-    " layers, window and vocabulary: config.json of stepfun-ai/Step-3.7-Flash",
+    "step-3.7-flash": "Megatron-Bridge, configuration_step35.py; layers, window: config.json of Step-3.7-Flash",
     "ling-lite-1.5": "its config.json, as a test of the engine mlxcel quotes it",
     "ling-mini-2.0": "Megatron-Bridge, configuration_bailing_moe_v2.py",
     "hunyuan-a13b": "models/config.json of the repository Tencent-Hunyuan/Hunyuan-A13B",

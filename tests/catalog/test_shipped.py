@@ -13,6 +13,7 @@ from kvferry.catalog import Options
 
 AUTO = Options("auto", draft_layers=False)
 
+
 def config_of(name: str) -> dict[str, object]:
     file = resources.files("kvferry.catalog") / "configs" / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8"))
