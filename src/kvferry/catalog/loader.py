@@ -100,7 +100,7 @@ def _unknown(source: str) -> ConfigurationError:
     return ConfigurationError(
         f"unknown model: {source}",
         found="neither a file nor a folder, nor a known name",
-        expected="a config.json, its folder, or one of the names of kvferry plan --models",
+        expected="a config.json, its folder, or a name from kvferry plan --models",
         hint="; ".join(hints) or "pass the path of a config.json",
     )
 
