@@ -25,7 +25,8 @@ from kvferry.plan.description.model import CacheModel, Kept, LayerCache
 from kvferry.plan.description.tokens import TokenRange, TokenShare
 
 pytestmark = pytest.mark.uncounted
-NAMES = catalog.names()
+# Models of each kind of cache and each way to divide it; more of a kind have no plan of another kind.
+NAMES = sorted(file.stem for file in FOLDER.iterdir())
 TOPOLOGIES = [
     pytest.param(name, case_of(asked), id=f"{name}: {asked['name']}")
     for name in NAMES
@@ -107,8 +108,9 @@ def text(name: str) -> str:
     return (FOLDER / f"{name}.json").read_text(encoding="utf-8")
 
 
-def test_every_shipped_model_has_a_file_with_topologies():
-    assert set(NAMES) == {name.split()[0] for name in HAND} == {file.stem for file in FOLDER.iterdir()}
+def test_every_file_is_of_a_shipped_model_and_has_topologies():
+    assert set(NAMES) == {name.split()[0] for name in HAND}
+    assert set(NAMES) <= set(catalog.names())
     assert all(len(filed(name)["topologies"]) >= 2 for name in NAMES)
 
 
