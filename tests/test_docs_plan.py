@@ -54,6 +54,20 @@ def test_the_keys_that_are_named_are_in_the_plan():
     assert set(keys.findall(of_plan) + keys.findall(of_engines)) <= facts.keys()
 
 
-def test_every_model_that_is_shipped_is_named():
-    paragraph = words_after("one of these names:").partition("Without `--model`")[0]
-    assert re.findall(r"`([\w.-]+)`", paragraph) == list(catalog.names())
+def test_every_model_that_is_named_is_shipped():
+    names, hub = words_after("whose config we ship:").partition("All of them:")[0].split("It also takes")
+    assert len(re.findall(r"`([\w.-]+)`", names)) > 5
+    assert set(re.findall(r"`([\w.-]+)`", names)) <= set(catalog.names())
+    on_the_hub, without_owner, shipped = re.findall(r"`([\w./-]+)`", hub)
+    assert on_the_hub in catalog.hub_names(shipped)
+    assert on_the_hub.lower().endswith(f"/{without_owner}")
+
+
+def test_pages_that_count_the_shipped_models_count_them_all():
+    pages = (DOCS / "decisions/0006-plan-costs-and-catalog.md", DOCS.parent / "CHANGELOG.md")
+    counts = [
+        number
+        for page in pages
+        for number in re.findall(r"(\d+) (?:names are|shipped `config|models that it knows)", page.read_text("utf-8"))
+    ]
+    assert counts == [str(len(catalog.names()))] * 3

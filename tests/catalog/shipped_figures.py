@@ -10,6 +10,8 @@ FIGURES = {
     "llama-3.1-405b": (126 * 2 * 8 * 128 * 2, 0, ("full",)),
     "llama-3.2-3b": (28 * 2 * 8 * 128 * 2, 0, ("full",)),
     "llama-3.3-70b": (80 * 2 * 8 * 128 * 2, 0, ("full",)),
+    # 31 of its 80 layers have no attention.
+    "llama-3.3-nemotron-super-49b": (49 * 2 * 8 * 128 * 2, 0, ("full",)),
     "llama-4-maverick": (48 * 2 * 8 * 128 * 2, 0, ("chunk-8192", "full")),
     "llama-4-scout": (48 * 2 * 8 * 128 * 2, 0, ("chunk-8192", "full")),
     "qwen2.5-7b": (28 * 2 * 4 * 128 * 2, 0, ("full",)),
@@ -166,6 +168,7 @@ PUBLISHED = {
     "llama-3.1-405b": (405.0, 128256 * 16384),
     "llama-3.2-3b": (3.21, 0),
     "llama-3.3-70b": (70.55, 128256 * 8192),
+    "llama-3.3-nemotron-super-49b": (49.87, 128256 * 8192),
     "llama-4-maverick": (17.0, 202048 * 5120),
     "llama-4-scout": (17.0, 202048 * 5120),
     "qwen2.5-7b": (7.61, 152064 * 3584),
@@ -243,13 +246,14 @@ PUBLISHED = {
     "tiny": (0.00367, 1024 * 256),
 }
 
-# Where the numbers of a config were read. A config.json is what NVIDIA's aiconfigurator keeps as the model's own, except
-# where another place is named; slime, litgpt and Megatron-Bridge are the repositories of these names.
+# Where the numbers of a config were read. A config.json is what NVIDIA's aiconfigurator keeps as the model's own, but
+# where another place is named; slime, litgpt and Megatron-Bridge are repositories of these names.
 _FIRST = "its config.json, as the name was first shipped"
 SOURCES = {
     "llama-3.1-8b": "config.json of meta-llama/Meta-Llama-3.1-8B",
     "llama-3.1-405b": "config.json of meta-llama/Meta-Llama-3.1-405B",
     "llama-3.2-3b": "slime, scripts/models/llama3.2-3B-Instruct.sh",
+    "llama-3.3-nemotron-super-49b": "config.json of nvidia/Llama-3_3-Nemotron-Super-49B-v1",
     "llama-3.3-70b": "config.json of meta-llama/Meta-Llama-3.1-70B, which has the same numbers",
     "llama-4-maverick": "config.json of meta-llama/Llama-4-Maverick-17B-128E-Instruct; interval: Llama4TextConfig",
     "llama-4-scout": "config.json of meta-llama/Llama-4-Scout-17B-16E-Instruct",
@@ -293,7 +297,7 @@ SOURCES = {
     "moonlight-16b-a3b": "slime, scripts/models/moonlight.sh",
     "kimi-k2": "config.json of moonshotai/Kimi-K2-Instruct",
     "kimi-k3": "config.json of moonshotai/Kimi-K3",
-    "kimi-linear-48b-a3b": "KimiLinearConfig of transformers; layers: its config.json, as tests of other engines quote it",
+    "kimi-linear-48b-a3b": "KimiLinearConfig of transformers; layers: its config.json, quoted by other engines",
     "glm-4.5": "slime, scripts/models/glm4.5-355B-A32B.sh; draft layer: Glm4MoeConfig of transformers",
     "glm-4.5-air": "slime, scripts/models/glm4.5-106B-A12B.sh; draft layer: Glm4MoeConfig of transformers",
     "glm-5": "config.json of zai-org/GLM-5",
@@ -302,8 +306,7 @@ SOURCES = {
     "minimax-m3": "config.json of MiniMaxAI/MiniMax-M3",
     "mimo-7b": "config.json of XiaomiMiMo/MiMo-7B-Base",
     "mimo-v2-flash": "config.json of XiaomiMiMo/MiMo-V2-Flash",
-    "step-3.7-flash": "Megatron-Bridge, configuration_step35.py and step35_provider.py; Step3p7TextConfig of transformers;"
-    " layers, window and vocabulary: config.json of stepfun-ai/Step-3.7-Flash",
+    "step-3.7-flash": "Megatron-Bridge, configuration_step35.py; layers, window: config.json of Step-3.7-Flash",
     "ling-lite-1.5": "its config.json, as a test of the engine mlxcel quotes it",
     "ling-mini-2.0": "Megatron-Bridge, configuration_bailing_moe_v2.py",
     "hunyuan-a13b": "models/config.json of the repository Tencent-Hunyuan/Hunyuan-A13B",

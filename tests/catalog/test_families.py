@@ -7,6 +7,7 @@ from test_shipped import AUTO
 
 from kvferry import catalog
 from kvferry.catalog import Options
+from kvferry.errors import ConfigurationError
 from kvferry.plan.description.span import shares
 
 BASE = {
@@ -248,6 +249,39 @@ def test_kimi_mixes_latent_attention_with_delta_attention_in_float32(nested):
     assert axes_of(entry, "model.layers.3.latent") == {"dim": 576}
 
 
+def test_gates_may_be_as_large_as_the_output():
+    """Of low rank a gate of delta attention has 8 times the inputs and the outputs, else their product."""
+    own = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "full_attn_layers": [4, 6]}
+    plain = entry_of(**LATENT, linear_attn_config=own)
+    gated = entry_of(**LATENT, linear_attn_config={**own, "use_full_rank_gate": True}, mla_use_output_gate=True)
+    assert gated.cache == plain.cache
+    heads, value_dim = BASE["num_attention_heads"], LATENT["v_head_dim"]
+    more = 4 * (64 * 32 - 8 * (64 + 32)) + 2 * 64 * heads * value_dim
+    assert gated.num_active_parameters - plain.num_active_parameters == more
+
+
+def test_keys_and_values_of_full_layers_may_share_a_projection():
+    fields = {"layer_types": ["full_attention"] + ["sliding_attention"] * 5, "sliding_window": 8, "head_dim": 16}
+    plain, shared = (entry_of(**fields, attention_k_eq_v=equal) for equal in (False, True))
+    assert shared.cache == plain.cache
+    assert plain.num_active_parameters - shared.num_active_parameters == 64 * 2 * 16
+
+
+def test_sliding_layers_may_have_more_query_heads():
+    fields = {"layer_types": ["full_attention"] + ["sliding_attention"] * 5, "sliding_window": 8, "head_dim": 16}
+    more = entry_of(**fields, num_sliding_attention_heads=12)
+    assert more.cache == entry_of(**fields).cache
+    assert more.num_active_parameters - entry_of(**fields).num_active_parameters == 5 * 64 * 4 * 2 * 16
+    alone = entry_of(head_dim=16, num_sliding_attention_heads=12)
+    assert alone.num_active_parameters == entry_of(head_dim=16).num_active_parameters
+
+
+def test_layers_share_nothing_where_sharing_is_off():
+    assert entry_of(use_cla=False, cla_share_factor=2).cache == entry_of().cache
+    with pytest.raises(ConfigurationError, match="cla_share_factor"):
+        entry_of(use_cla=True, cla_share_factor=2)
+
+
 def test_a_short_convolution_keeps_its_last_inputs():
     entry = entry_of(model_type="lfm2", full_attn_idxs=[0], conv_L_cache=3)
     assert axes_of(entry, "model.layers.1.conv") == {"channel": 64, "width": 2}
@@ -295,6 +329,19 @@ SPARSE = 64 * 4 + 2 * EXPERT
         ({**ROUTED, "moe_layer_freq": [0, 1, 1, 1, 1, 1]}, DENSE + 5 * SPARSE),
         ({**ROUTED, "mlp_layer_types": ["dense"] + ["sparse"] * 5}, DENSE + 5 * SPARSE),
         ({**ROUTED, "moe_layers": [1]}, 5 * DENSE + SPARSE),
+        ({**ROUTED, "moe_layers_enum": "1, 4"}, 4 * DENSE + 2 * SPARSE),
+        ({**ROUTED, "moe_layer_start_index": 2}, 2 * DENSE + 4 * SPARSE),
+        ({**ROUTED, "moe_layer_start_index": 1, "moe_layer_end_index": -1}, DENSE + 5 * SPARSE),
+        (
+            {**ROUTED, "moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 2},
+            4 * DENSE + 2 * SPARSE,
+        ),
+        ({**ROUTED, "enable_moe_block": True}, 6 * (DENSE + SPARSE)),
+        ({**ROUTED, "num_experts_per_tok": [2] * 6, "moe_intermediate_size": [16] * 6}, 6 * SPARSE),
+        ({**ROUTED, "num_shared_expert": [2] * 6}, 6 * (SPARSE + 2 * EXPERT)),
+        # Two thirds of 128 are 85, and 96 is the next multiple of 32.
+        ({"block_auto_adjust_ff_dim": True, "block_multiple_of": 32}, 6 * 3 * 64 * 96),
+        ({"block_auto_adjust_ff_dim": False, "block_multiple_of": 32}, 6 * DENSE),
         ({**ROUTED, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, 4 * DENSE + 2 * SPARSE),
         ({**ROUTED, "expert_layer_period": 3, "expert_layer_offset": 1}, 4 * DENSE + 2 * SPARSE),
         ({**ROUTED, "n_shared_experts": 2}, 6 * (SPARSE + 2 * EXPERT)),

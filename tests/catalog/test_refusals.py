@@ -93,10 +93,25 @@ def test_packed_rows_are_for_latent_attention():
 
 
 def test_a_wrong_name_lists_close_ones():
-    with pytest.raises(ConfigurationError, match=r"llama-3\.1-70b.*hint: did you mean llama-3\.3-70b or llama-3\.1-8b"):
-        catalog.read("llama-3.1-70b", AUTO)
+    with pytest.raises(ConfigurationError, match=r"lama-3\.1-8b.*hint: did you mean llama-3\.1-8b, llama-.* or llama-"):
+        catalog.read("lama-3.1-8b", AUTO)
+    with pytest.raises(ConfigurationError, match=r"hint: did you mean mixtral-8x7b, mixtral-8x22b or "):
+        catalog.read("mixtral-8x8b", AUTO)
+    with pytest.raises(
+        ConfigurationError, match=r"hint: did you mean seed-oss-36b\?; to plan for any model of the Hub"
+    ):
+        catalog.read("someone/seed-oss-37b", AUTO)
     with pytest.raises(ConfigurationError, match=r"expected: a config\.json, .* hint: pass the path"):
         catalog.read("zzz", AUTO)
+
+
+@pytest.mark.parametrize("name", ["qwen3-999b", "zzz", "Kimi-K2.4"])
+def test_a_wrong_name_is_answered_in_lines_that_fit_a_screen(name):
+    """The message of a command begins each of them with ten columns and two spaces."""
+    with pytest.raises(ConfigurationError) as caught:
+        catalog.read(name, AUTO)
+    error = caught.value
+    assert max(map(len, (error.found, error.expected, error.hint))) <= 80 - 12
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from kvferry.catalog import Options
 
 AUTO = Options("auto", draft_layers=False)
 
+
 def config_of(name: str) -> dict[str, object]:
     file = resources.files("kvferry.catalog") / "configs" / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8"))
@@ -41,6 +42,22 @@ def test_active_parameters_are_near_the_published_figure(name):
     billions, looked_up = PUBLISHED[name]
     active = catalog.read(name, AUTO).num_active_parameters
     assert active == pytest.approx(billions * 1e9 - looked_up, rel=0.05)
+
+
+def test_a_model_has_its_names_on_the_hub_with_and_without_an_owner(tmp_path, monkeypatch):
+    listed = [(name, hub) for name in catalog.names() for hub in catalog.hub_names(name)]
+    assert {name for name, _ in listed} | {"tiny"} == set(catalog.names())
+    assert len({hub.rpartition("/")[2].lower() for _, hub in listed}) == len(listed)
+    for name, hub in listed:
+        for alias in (hub, hub.upper(), hub.partition("/")[2]):
+            entry = catalog.read(alias, AUTO)
+            assert (entry.name, entry.cache) == (alias, catalog.read(name, AUTO).cache)
+    # A folder that lies there is what is meant, as one that was downloaded may.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Kimi-K2.5").mkdir()
+    (tmp_path / "Kimi-K2.5" / "config.json").write_text(json.dumps(config_of("tiny")), encoding="utf-8")
+    assert catalog.read("Kimi-K2.5", AUTO).cache.num_layers == 4
+    assert catalog.read("kimi-k2.6", AUTO).cache.num_layers == 61
 
 
 @pytest.mark.parametrize("name", FIGURES)

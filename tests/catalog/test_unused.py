@@ -112,6 +112,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
     [
         ("num_experts_per_tok", "top_k_experts", 2),
         ("num_experts_per_tok", "moe_k", 2),
+        ("num_experts_per_tok", "moe_top_k", 2),
         ("num_shared_experts", "moe_num_shared_experts", 3),
         ("shared_expert_intermediate_size", "share_expert_dim", 96),
         ("first_k_dense_replace", "num_dense_layers", 3),
@@ -268,6 +269,10 @@ def test_what_is_listed_says_more_than_a_rule():
     listed = {"indexer_types": ["full", "shared"] * 4, "mlp_layer_types": ["dense"] * 8, "num_experts": 4}
     entry = entry_of(model_type="glm_moe_dsa", kv_lora_rank=512, num_experts_per_tok=2, **LATENT, **rules, **listed)
     assert bytes_per_token(entry) == 8 * 2 * (512 + 64) + 4 * 132
+    drafts = Options("auto", draft_layers=True)
+    config = {**EIGHT, "model_type": "glm_moe_dsa", "kv_lora_rank": 512, "num_experts_per_tok": 2, **LATENT, **listed}
+    config |= {"index_share_for_mtp_iteration": True, "num_nextn_predict_layers": 1}
+    assert bytes_per_token(catalog.of_config(config, "test", drafts)) == 9 * 2 * (512 + 64) + 5 * 132
     assert not [note for note in entry.notes if "nobody" in note]
     windows = {"hybrid_layer_pattern": [0, 1] * 4, "sliding_window": 32, "attention_chunk_size": 32}
     assert [layer.group for layer in entry_of(**windows).cache.layers] == ["full", "window-32"] * 4

@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from kvferry import catalog
 from kvferry.cli.main import app
 from kvferry.cli.plan.page.blocks import strips
 from kvferry.cli.plan.shape import link_of
@@ -175,6 +176,15 @@ def test_a_mistake_is_one_clear_message(arguments, says):
     result = plan(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in " ".join(result.stderr.split())
+
+
+def test_all_names_are_listed_without_engines():
+    result = plan("--models")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(catalog.names())
+    assert {line.split()[-1] for line in lines} >= {"moonshotai/Kimi-K2.5", "Qwen/Qwen3-8B"}
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("content", ["[1]", "{}", '{"num_hidden_layers": "a"}', "{", '{"num_hidden_layers": null}'])

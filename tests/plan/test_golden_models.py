@@ -1,4 +1,4 @@
-"""What the planner decides for a model of each kind is what its golden file says; and the file is right.
+"""What the planner decides for each shipped model is what its golden file says; and the file is right.
 
 That it is right is not the planner's word: totals follow from numbers that are written here by hand, the rows of every
 target rank are disjoint and as many bytes as it must hold, and the oracle executes a small copy of each geometry.
@@ -25,6 +25,7 @@ from kvferry.plan.description.model import CacheModel, Kept, LayerCache
 from kvferry.plan.description.tokens import TokenRange, TokenShare
 
 pytestmark = pytest.mark.uncounted
+# Models of each kind of cache and each way to divide it; more of a kind have no plan of another kind.
 NAMES = sorted(file.stem for file in FOLDER.iterdir())
 TOPOLOGIES = [
     pytest.param(name, case_of(asked), id=f"{name}: {asked['name']}")
@@ -107,7 +108,7 @@ def text(name: str) -> str:
     return (FOLDER / f"{name}.json").read_text(encoding="utf-8")
 
 
-def test_every_file_has_topologies_and_numbers_worked_out_by_hand():
+def test_every_file_is_of_a_shipped_model_and_has_topologies():
     assert set(NAMES) == {name.split()[0] for name in HAND}
     assert set(NAMES) <= set(catalog.names())
     assert all(len(filed(name)["topologies"]) >= 2 for name in NAMES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.catalog.loader import names, read
+from kvferry.catalog.loader import hub_names, names, read
 from kvferry.catalog.model import of_config
 from kvferry.catalog.records import Entry, Options
 
-__all__ = ["Entry", "Options", "names", "of_config", "read"]
+__all__ = ["Entry", "Options", "hub_names", "names", "of_config", "read"]

@@ -19,31 +19,16 @@ from kvferry.system import os_error_text
 
 _MAX_FILE_BYTES = 4 * 2**20
 
-# Names on the Hugging Face Hub of the models whose configs are shipped.
-_HUB_NAMES: Final = {
-    "bamba-9b": ("ibm-ai-platform/Bamba-9B-v1", "ibm-fms/Bamba-9B"),
-    "deepseek-v2-lite": ("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat"),
-    "deepseek-v3": ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-R1"),
-    "deepseek-v3.2": ("deepseek-ai/DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Exp"),
-    "deepseek-v4-flash": ("deepseek-ai/DeepSeek-V4-Flash", "deepseek-ai/DeepSeek-V4-Flash-Base"),
-    "falcon-h1-7b": ("tiiuae/Falcon-H1-7B-Base", "tiiuae/Falcon-H1-7B-Instruct"),
-    "gemma-3-27b": ("google/gemma-3-27b-it", "google/gemma-3-27b-pt"),
-    "gpt-oss-120b": ("openai/gpt-oss-120b",),
-    "jamba-1.5-mini": ("ai21labs/AI21-Jamba-1.5-Mini", "ai21labs/AI21-Jamba-Mini-1.5"),
-    "llama-3.1-8b": ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"),
-    "llama-3.3-70b": ("meta-llama/Llama-3.3-70B-Instruct",),
-    "llama-4-scout": ("meta-llama/Llama-4-Scout-17B-16E", "meta-llama/Llama-4-Scout-17B-16E-Instruct"),
-    "mistral-7b": ("mistralai/Mistral-7B-v0.1", "mistralai/Mistral-7B-Instruct-v0.1"),
-    "mistral-small-3.2-24b": ("mistralai/Mistral-Small-3.2-24B-Instruct-2506",),
-    "nemotron-h-8b": ("nvidia/Nemotron-H-8B-Base-8K",),
-    "qwen3-235b-a22b": ("Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-235B-A22B-Instruct-2507"),
-    "qwen3-32b": ("Qwen/Qwen3-32B",),
-    "qwen3-8b": ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"),
-    "qwen3-next-80b-a3b": ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3-Next-80B-A3B-Thinking"),
-}
+_FILES = resources.files("kvferry.catalog")
+
+_HUB_NAMES: Final = msgspec.json.decode((_FILES / "hub_names.json").read_bytes(), type=dict[str, tuple[str, ...]])
+"""Names on the Hugging Face Hub of the models that a shipped config describes, by its name."""
 
 _SHIPPED_AS: Final = {name.lower(): shipped for shipped, names in _HUB_NAMES.items() for name in names}
 """The shipped name of each, by its name on the Hub in lower case: the Hub takes any case."""
+
+_WITHOUT_OWNER: Final = {name.rpartition("/")[2]: shipped for name, shipped in _SHIPPED_AS.items()}
+"""The same without who owns it, which few people type."""
 
 
 def names() -> tuple[str, ...]:
@@ -51,16 +36,21 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".json") for file in _shipped() if file.name.endswith(".json")))
 
 
+def hub_names(name: str) -> tuple[str, ...]:
+    """The names on the Hub of the models that a shipped name stands for."""
+    return _HUB_NAMES.get(name, ())
+
+
 def read(source: str | Path, options: Options) -> Entry:
     """The model of a config.json, of the folder that it lies in, of a name from `names()`, or of its name on the Hub.
 
-    A shipped name comes first: write `./name` for a folder that is called like one. Raises ConfigurationError when
-    there is no such file or name, when the file is no JSON object, or when its fields describe no known cache.
+    A shipped name comes first: write `./name` for a folder that is called like one. The owner of a name on the Hub may
+    be left out where there is no such file. Raises ConfigurationError when there is no such file or name, when the file
+    is no JSON object, or when its fields describe no known cache.
     """
     shipped = _SHIPPED_AS.get(source.lower(), source) if isinstance(source, str) else ""
     if isinstance(source, str) and shipped in names():
-        file = next(file for file in _shipped() if file.name == f"{shipped}.json")
-        return of_config(_decoded(source, file.read_bytes()), source, options)
+        return _of_shipped(source, shipped, options)
     path = Path(source)
     try:
         if source and path.is_dir():
@@ -70,6 +60,8 @@ def read(source: str | Path, options: Options) -> Entry:
                     "the folder has no config.json", found=str(source), expected="the folder of a model"
                 )
         elif not path.is_file():
+            if isinstance(source, str) and source.lower() in _WITHOUT_OWNER:
+                return _of_shipped(source, _WITHOUT_OWNER[source.lower()], options)
             raise _unknown(str(source))
         with path.open("rb") as opened:
             content = opened.read(_MAX_FILE_BYTES + 1)
@@ -81,8 +73,13 @@ def read(source: str | Path, options: Options) -> Entry:
     return of_config(config, str(path), options, class_values(config))
 
 
+def _of_shipped(source: str, name: str, options: Options) -> Entry:
+    file = next(file for file in _shipped() if file.name == f"{name}.json")
+    return of_config(_decoded(source, file.read_bytes()), source, options)
+
+
 def _shipped() -> list[Traversable]:
-    return list((resources.files("kvferry.catalog") / "configs").iterdir())
+    return list((_FILES / "configs").iterdir())
 
 
 def _decoded(name: str, content: bytes) -> dict[str, object]:
@@ -95,14 +92,23 @@ def _decoded(name: str, content: bytes) -> dict[str, object]:
 
 
 def _unknown(source: str) -> ConfigurationError:
-    known = names()
-    close = difflib.get_close_matches(source.lower().rpartition("/")[2], known, n=3, cutoff=0.4)
-    hints = ["did you mean " + " or ".join(close) + "?"] if close else []
+    close = _close_to(source.lower().rpartition("/")[2])
+    *others, last = close or [""]
+    hints = [f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?"] if close else []
     if source.count("/") == 1 and not source.startswith((".", "/", "~")):
         hints.append(f"to plan for any model of the Hub: hf download {source} config.json, and pass the path it prints")
     return ConfigurationError(
         f"unknown model: {source}",
         found="neither a file nor a folder, nor a known name",
-        expected="a config.json, a folder with one, or one of " + ", ".join(known),
+        expected="a config.json, its folder, or a name from kvferry plan --models",
         hint="; ".join(hints) or "pass the path of a config.json",
     )
+
+
+def _close_to(name: str) -> list[str]:
+    """Up to three names like it, each of another config."""
+    shipped = {**_WITHOUT_OWNER, **{known: known for known in names()}}
+    chosen: dict[str, str] = {}
+    for known in difflib.get_close_matches(name, shipped, n=len(shipped), cutoff=0.6):
+        chosen.setdefault(shipped[known], known)
+    return list(chosen.values())[:3]

@@ -40,7 +40,8 @@ def attention(fields: Fields, kind: str, item: Item, has_indexer: bool = False) 
     value_dim = fields.number_or(key_dim, *_variants("v_head_dim", swa))
     # The query projection may also yield a gate of its own size.
     query_dim = key_dim * (2 if fields.flag("attn_output_gate", False) else 1)
-    num_parameters = hidden_size * (num_query_heads * (query_dim + value_dim) + num_heads * (key_dim + value_dim))
+    projected = key_dim if _is_shared(fields, kind) else key_dim + value_dim
+    num_parameters = hidden_size * (num_query_heads * (query_dim + value_dim) + num_heads * projected)
     head = Axis("head", num_heads)
     kept = [reach.row(name, item, (head, Axis("dim", dim)), "head") for name, dim in (("k", key_dim), ("v", value_dim))]
     if has_indexer and fields.has("sparse_attention_config"):
@@ -55,6 +56,9 @@ def _variants(name: str, prefixes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _head_fields(fields: Fields, kind: str, swa: tuple[str, ...]) -> tuple[str, ...]:
     common = (*_variants("num_key_value_heads", swa), *HEADS[1:])
-    # Gemma 4 gives its full layers fewer heads where they share one projection for keys and values.
-    own = kind == "full" and fields.flag("attention_k_eq_v", False)
-    return ("num_global_key_value_heads", *common) if own else common
+    return ("num_global_key_value_heads", *common) if _is_shared(fields, kind) else common
+
+
+def _is_shared(fields: Fields, kind: str) -> bool:
+    """Whether keys and values share one projection, as in the full layers of Gemma 4, which then have fewer heads."""
+    return kind == "full" and fields.flag("attention_k_eq_v", False)

@@ -30,8 +30,8 @@ def delta_net(fields: Fields, item: Item, recurrent: Item) -> Mixer:
 
 
 def kimi_delta_net(fields: Fields, item: Item) -> Mixer:
-    """Kimi's delta attention, whose matrices vLLM keeps in float32. The gate of what is forgotten is of low rank, and so
-    is that of the output where the config says nothing else."""
+    """Kimi's delta attention, whose matrices vLLM keeps in float32. The gate of what is forgotten is of low rank; so is
+    that of the output where the config says nothing else."""
     own = fields.inner("linear_attn_config") if fields.has("linear_attn_config") else fields
     if own is not fields:
         # Its class in transformers says the same once more.

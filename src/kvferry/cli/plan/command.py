@@ -19,6 +19,21 @@ MAX_TOKENS = 1 << 24
 MAX_LAYERS = 1 << 12
 
 
+def list_models(wanted: bool) -> None:
+    """Print the names that `--model` knows, each with those of its models on the Hub, and exit."""
+    if not wanted:
+        return
+    from kvferry import catalog
+
+    width = max(map(len, catalog.names()))
+    for name in catalog.names():
+        first, *others = catalog.hub_names(name) or ("built on this machine",)
+        typer.echo(f"{name:{width}}  {first}")
+        for other in others:
+            typer.echo(f"{'':{width}}  {other}")
+    raise typer.Exit
+
+
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """What to plan: two engines in words (`tp=4,block=16`), a prompt, a link in words (`50GB/s`), and a model."""
@@ -32,6 +47,10 @@ class PlanOptions:
     tokens: Annotated[int, prompt(min=0, max=MAX_TOKENS, help="Prompt length in tokens.")] = 8192
     cached: Annotated[int, prompt(min=0, help="Prompt tokens that the decode engine has cached.")] = 0
     model: Annotated[str, named(help="Model name, config.json or its folder; else use the options below.")] = ""
+    models: Annotated[
+        bool,
+        named("--models", is_eager=True, callback=list_models, help="List the names that --model knows, and exit."),
+    ] = False
     cache_dtype: Annotated[str, named(help="dtype of the cache; auto for the model's own.")] = "auto"
     draft: Annotated[bool, named("--draft", help="Include the model's draft (MTP) layers.")] = False
     assume_standard: Annotated[
