@@ -359,3 +359,27 @@ def test_what_a_config_leaves_out_is_told_with_who_says_it(tmp_path):
     (note,) = entry.notes
     assert note.startswith("left out by the config, and taken from its class in transformers: ")
     assert "head_dim" in note
+
+
+def test_the_first_gpts_have_other_names_for_the_same():
+    """Their MLP has two matrices, and where nothing is said, four times the width."""
+    entry = catalog.of_config(
+        {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64, "vocab_size": 100, "n_inner": None},
+        "test",
+        AUTO,
+    )
+    assert bytes_per_token(entry) == 3 * 2 * 64 * 2
+    assert entry.num_active_parameters == 3 * (4 * 64 * 64 + 2 * 4 * 64 * 64) + 100 * 64
+
+
+def test_a_key_by_which_blocks_are_chosen_is_read_as_transformers_saves_it():
+    sparse = ["full_attention"] * 3 + ["minimax_m3_sparse"] * 5
+    index = {"index_n_heads": 4, "index_block_size": 128, "index_topk_blocks": 16, "index_local_blocks": 1}
+    entry = entry_of(num_key_value_heads=2, layer_types=sparse, index_head_dim=128, **index)
+    assert bytes_per_token(entry) == 8 * 2 * 2 * 64 * 2 + 5 * 128 * 2
+    with pytest.raises(ConfigurationError, match="field index_head_dim is missing"):
+        entry_of(num_key_value_heads=2, layer_types=sparse, **index)
+    plain = entry_of(num_key_value_heads=2, layer_types=["full_attention"] * 8, index_head_dim=128, **index)
+    assert bytes_per_token(plain) == 8 * 2 * 2 * 64 * 2
+    with pytest.raises(ConfigurationError, match="field index_block_size may change"):
+        entry_of(num_key_value_heads=2, index_block_size=128)

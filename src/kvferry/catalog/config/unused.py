@@ -37,7 +37,7 @@ NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
     "how numbers are normed, scaled and bounded": _any_of(
         ".*norm(s|alize|alization)?(_.*)?|.*eps(ilon)?|.*bias(es)?|.*softcap.*|.*_act(_fn|_func)?|.*activation.*",
         "lm_head.*|(attention|key|ssm)_(in_|out_)?multipliers?|query_pre_attn_scalar|attention_(value_)?scal(e|ing)",
-        "attn_(scale|temperature_.*)|(full|linear)_attn_(alpha|beta)_factor|linear_a_log_.*|.*eigval",
+        "attn_(scale|temperature_.*)|scale_attn_.*|reorder_and_upcast_attn|(full|linear)_attn_(alpha|beta)_factor|linear_a_log_.*|.*eigval",
         "(mamba_|linear_)?(dt|time_step)_(min|max|init.*|floor|limit|rank)",
     ),
     "how it was trained": _any_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.catalog.config.dtypes import Item
 from kvferry.catalog.config.fields import Fields
+from kvferry.catalog.layers.latent import SPARSE_BLOCKS
 from kvferry.catalog.layers.mixer import Mixer, reach_of
 from kvferry.plan.description.layout import Axis
 
@@ -44,8 +45,9 @@ def attention(fields: Fields, kind: str, item: Item, has_indexer: bool = False) 
     num_parameters = hidden_size * (num_query_heads * (query_dim + value_dim) + num_heads * projected)
     head = Axis("head", num_heads)
     kept = [reach.row(name, item, (head, Axis("dim", dim)), "head") for name, dim in (("k", key_dim), ("v", value_dim))]
-    if has_indexer and fields.has("sparse_attention_config"):
-        dim = fields.inner("sparse_attention_config").number("sparse_index_dim")
+    sparse = fields.inner("sparse_attention_config")
+    if has_indexer and (sparse.values or SPARSE_BLOCKS in fields.words("layer_types")):
+        dim = sparse.number("sparse_index_dim") if sparse.values else fields.number("index_head_dim")
         kept.append(reach.row("indexer.k", item, (Axis("dim", dim),), ""))
     return Mixer(reach.group, num_parameters, tuple(kept))
 

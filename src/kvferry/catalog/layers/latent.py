@@ -8,6 +8,12 @@ from kvferry.catalog.layers.mixer import Mixer, Reach, reach_of
 from kvferry.plan.description.layout import Axis
 from kvferry.plan.description.model import Kept
 
+SPARSE_BLOCKS = "minimax_m3_sparse"
+"""How transformers calls layers that choose blocks of tokens by keys of their own."""
+
+_OF_BLOCKS = ("index_n_heads", "index_block_size", "index_topk_blocks", "index_local_blocks")
+"""Fields of how blocks are chosen, by several heads of queries that share one key."""
+
 _QUANTISED_ELEMENTS = 128
 """Elements that share one float32 scale, in packed rows as in the indexer's keys."""
 
@@ -68,7 +74,11 @@ def indexer_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Per layer whether it has an indexer of its own; the others use the choice of a layer before them."""
     sparse = fields.inner("sparse_attention_config")
     if sparse.values:
+        fields.skip("index_head_dim", *_OF_BLOCKS)
         return _sparse_layers(sparse, num_layers)
+    if "index_topk_blocks" in fields.values and len(words := fields.words("layer_types")) == num_layers:
+        fields.skip(*_OF_BLOCKS, *(() if SPARSE_BLOCKS in words else ("index_head_dim",)))
+        return tuple(word == SPARSE_BLOCKS for word in words)
     listed = fields.words("indexer_types")
     if listed and len(listed) != num_layers:
         raise fields.wrong("indexer_types", list(listed), f"one entry for each of the {num_layers} layers")

@@ -10,6 +10,7 @@ from kvferry.catalog.config.families import family_of
 from kvferry.catalog.config.fields import MAX_LAYERS, Fields
 from kvferry.catalog.layers.block_configs import attention_words
 from kvferry.catalog.layers.compressed import HEAVY, SPARSE, words_of_ratios
+from kvferry.catalog.layers.latent import SPARSE_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ _WORDS = {
         ("full_attention", "full", "", False),
         ("deepseek_sparse_attention", "full", "", False),
         ("indexed_attention", "full", "", False),
+        (SPARSE_BLOCKS, "full", "", False),
         ("sliding_attention", "window", "", False),
         ("chunked_attention", "chunk", "", False),
         (SPARSE, "compressed", "", False),

@@ -89,6 +89,8 @@ def _dense_size(fields: Fields) -> int:
     name = next((name for name in own if fields.has(name)), "intermediate_size")
     # Granite's hybrids call the MLP of their dense models the shared one.
     size = _mean(fields, name) if fields.has(name) else fields.count("shared_intermediate_size")
+    if not size and family_of(fields.word("model_type")).plain_mlp:
+        return 4 * fields.number("hidden_size")
     if not fields.flag("block_auto_adjust_ff_dim", False):
         return size
     # The size that two matrices would have, shared out to three.
