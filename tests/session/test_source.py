@@ -73,7 +73,7 @@ def test_hello_names_us_and_the_layout():
 @pytest.mark.parametrize(
     ("hello", "reason"),
     [
-        (m.Hello(9, "9.0", READER, "p0", "epoch-1"), m.Reason.WIRE_VERSION),
+        (m.Hello(m.WIRE_VERSION + 1, "9.0", READER, "p0", "epoch-1"), m.Reason.WIRE_VERSION),
         (m.Hello(m.WIRE_VERSION, "0.1.0", READER, "p7", "epoch-1"), m.Reason.WRONG_ENGINE),
         (m.Hello(m.WIRE_VERSION, "0.1.0", READER, "p0", "epoch-0"), m.Reason.WRONG_EPOCH),
     ],
