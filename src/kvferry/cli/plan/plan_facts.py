@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -58,6 +58,12 @@ def group_facts(model: CacheModel, tokens: TokenRange) -> list[dict[str, Any]]:
             }
         )
     return facts
+
+
+def moved_words(group: Mapping[str, Any]) -> str:
+    """How much of a group moves."""
+    moved, entry = group["moved_tokens"], group["tokens_per_entry"]
+    return f"{moved // entry:,} entries of {entry} tokens" if entry > 1 else f"{moved:,} tokens"
 
 
 def side_facts(side: Side, names: ModelNames, pairs: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:

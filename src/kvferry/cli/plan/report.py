@@ -20,6 +20,7 @@ from kvferry.cli.plan.plan_facts import (
     Side,
     group_facts,
     layout_facts,
+    moved_words,
     pair_facts,
     plain,
     side_facts,
@@ -255,7 +256,7 @@ def _summary(facts: dict[str, Any]) -> list[str]:
         + f"; blocks {facts['blocks']}; {facts['link_bytes_per_s'] / 1e9:,.1f} GB/s per rank"
     ]
     lines += [
-        f"  group {group['name']}: {group['layers']} layers, {group['moved_tokens']:,} tokens move"
+        f"  group {group['name']}: {group['layers']} layers, {moved_words(group)} move"
         for group in facts["groups"]
         if len(facts["groups"]) > 1 and group["bytes_per_token"]
     ]

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from kvferry.cli.plan.page.blocks import strips
 from kvferry.cli.plan.page.drawing import draw
 from kvferry.cli.plan.page.matrix import COLOURS, colour_of
+from kvferry.cli.plan.plan_facts import moved_words
 from kvferry.cli.units import TIMES, format_bytes, format_count, format_seconds, format_span
 
 
@@ -66,9 +67,8 @@ def _groups(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups = []
     for group in facts["groups"]:
         moved, per_token, fixed = group["moved_tokens"], group["bytes_per_token"], group["fixed_bytes"]
-        entry = group["tokens_per_entry"]
-        what = "tokens" if entry == 1 else f"entries of {entry} tokens"
-        parts = [f"{moved // entry:,} {what} {TIMES} {format_bytes(per_token * entry)}"] if moved and per_token else []
+        each = format_bytes(per_token * group["tokens_per_entry"])
+        parts = [f"{moved_words(group)} {TIMES} {each}"] if moved and per_token else []
         parts += [f"{format_bytes(fixed)} that do not depend on the length"] if fixed else []
         tail = 100 * min(1.0, moved / max(1, facts["tokens"])) if per_token else 0.0
         words = " + ".join(parts) or "nothing"
