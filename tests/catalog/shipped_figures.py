@@ -56,6 +56,8 @@ FIGURES = {
     "gemma-3-4b": (34 * 2 * 4 * 256 * 2, 0, ("window-1024", "full")),
     "gemma-3-12b": (48 * 2 * 8 * 256 * 2, 0, ("window-1024", "full")),
     "gemma-3-27b": (62 * 2 * 16 * 128 * 2, 0, ("window-1024", "full")),
+    # The last 15 of its 35 layers use the keys and values of earlier ones.
+    "gemma-3n-e4b": (20 * 2 * 2 * 256 * 2, 0, ("window-512", "full")),
     # A layer in six sees everything, with fewer and wider heads.
     "gemma-4-26b-a4b": (25 * 2 * 8 * 256 * 2 + 5 * 2 * 2 * 512 * 2, 0, ("window-1024", "full")),
     "gemma-4-31b": (50 * 2 * 16 * 256 * 2 + 10 * 2 * 4 * 512 * 2, 0, ("window-1024", "full")),
@@ -155,6 +157,16 @@ FIGURES = {
         44 * ((3072 + 2 * 1 * 256) * 3 * 2 + 24 * 128 * 256 * 2),
         ("full", "recurrent"),
     ),
+    "granite-4.0-h-small": (
+        4 * 2 * 8 * 128 * 2,
+        36 * ((128 * 64 + 2 * 1 * 128) * 3 * 2 + 128 * 64 * 128 * 2),
+        ("recurrent", "full"),
+    ),
+    "granite-4.0-h-micro": (
+        4 * 2 * 8 * 64 * 2,
+        36 * ((64 * 64 + 2 * 1 * 128) * 3 * 2 + 64 * 64 * 128 * 2),
+        ("recurrent", "full"),
+    ),
     "jamba-1.5-mini": (4 * 2 * 8 * 128 * 2, 28 * (2 * 4096 * 3 * 2 + 2 * 4096 * 16 * 2), ("recurrent", "full")),
     "tiny": (4 * 2 * 4 * 64 * 4, 0, ("full",)),
 }
@@ -191,6 +203,8 @@ PUBLISHED = {
     "qwen3.5-122b-a10b": (10.0, 248320 * 3072),
     "qwen3.5-397b-a17b": (17.0, 248320 * 4096),
     "gemma-3-4b": (4.0, 0),
+    # "4 effective" is rounded: 35 * (3 * 2048 * 16384 + 2048 * (2 * 8 + 2 * 2) * 256) and the output matrix.
+    "gemma-3n-e4b": (4.43, 0),
     "gemma-3-12b": (12.0, 0),
     "gemma-3-27b": (27.0, 0),
     "gemma-4-26b-a4b": (3.8, 0),
@@ -242,6 +256,9 @@ PUBLISHED = {
     "nemotron-3-ultra-550b-a55b": (55.0, 0),
     "bamba-9b": (9.78, 128256 * 4096),
     "falcon-h1-7b": (7.59, 130048 * 3072),
+    "granite-4.0-h-small": (9.0, 0),
+    # "3" is rounded: the dimensions of its model card make 3.2.
+    "granite-4.0-h-micro": (3.2, 0),
     "jamba-1.5-mini": (12.0, 0),
     "tiny": (0.00367, 1024 * 256),
 }
@@ -275,6 +292,7 @@ SOURCES = {
     "qwen3.5-35b-a3b": "config.json of Qwen/Qwen3.5-35B-A3B",
     "qwen3.5-122b-a10b": "config.json of Qwen/Qwen3.5-122B-A10B",
     "qwen3.5-397b-a17b": "config.json of Qwen/Qwen3.5-397B-A17B",
+    "gemma-3n-e4b": "defaults of Gemma3nTextConfig of transformers, of this checkpoint",
     "gemma-3-4b": "litgpt, config.py; vocabulary: Gemma3TextConfig of transformers",
     "gemma-3-12b": "litgpt, config.py; vocabulary: Gemma3TextConfig of transformers",
     "gemma-3-27b": "litgpt, config.py; vocabulary: Gemma3TextConfig of transformers",
@@ -326,5 +344,7 @@ SOURCES = {
     "nemotron-3-ultra-550b-a55b": "config.json of nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16",
     "bamba-9b": _FIRST,
     "falcon-h1-7b": _FIRST,
+    "granite-4.0-h-small": "its model card; vocabulary: the tokenizer's; where its four attention layers lie: not read",
+    "granite-4.0-h-micro": "its model card; vocabulary: the tokenizer's; where its four attention layers lie: not read",
     "jamba-1.5-mini": "JambaConfig of transformers, whose checkpoint has the same numbers",
 }

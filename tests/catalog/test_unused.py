@@ -383,3 +383,16 @@ def test_a_key_by_which_blocks_are_chosen_is_read_as_transformers_saves_it():
     assert bytes_per_token(plain) == 8 * 2 * 2 * 64 * 2
     with pytest.raises(ConfigurationError, match="field index_block_size may change"):
         entry_of(num_key_value_heads=2, index_block_size=128)
+
+
+def test_the_mlp_of_a_dense_model_may_be_called_shared():
+    """As in Granite's hybrids without experts, which name both sizes."""
+    sizes = {
+        "intermediate_size": 999,
+        "shared_intermediate_size": 256,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+    }
+    entry = entry_of(num_key_value_heads=8, **sizes)
+    assert not entry.notes
+    assert entry.num_active_parameters == 8 * (4 * 512 * 512 + 3 * 512 * 256) + 100 * 512

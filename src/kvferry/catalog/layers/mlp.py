@@ -86,9 +86,11 @@ def _is_sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 def _dense_size(fields: Fields) -> int:
     own = ("intermediate_size_mlp", "dense_intermediate_size")
-    name = next((name for name in own if fields.has(name)), "intermediate_size")
     # Granite's hybrids call the MLP of their dense models the shared one.
-    size = _mean(fields, name) if fields.has(name) else fields.count("shared_intermediate_size")
+    shared = () if fields.count(*_EXPERTS) else ("shared_intermediate_size",)
+    name = next((name for name in (*own, *shared) if fields.has(name)), "intermediate_size")
+    fields.skip(*shared, *(("intermediate_size",) if name in shared else ()))
+    size = _mean(fields, name)
     if not size and family_of(fields.word("model_type")).plain_mlp:
         return 4 * fields.number("hidden_size")
     if not fields.flag("block_auto_adjust_ff_dim", False):
