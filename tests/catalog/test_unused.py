@@ -247,7 +247,7 @@ def test_other_fields_that_nobody_reads_are_told_of(name):
         ("ignore_index", -100),
         ("indexer_rope_interleave", True),
         ("index_share_for_mtp_iteration", True),
-        ("mtp_transformer_layers", 1),
+        ("mtp_magic_layers", 1),
         ("attn_res_block_size", 12),
         ("mla_use_nope", True),
         ("moe_router_dtype", "float32"),
@@ -259,8 +259,8 @@ def test_what_means_nothing_to_a_cache_says_nothing(name, value):
 
 def test_a_field_of_draft_layers_counts_where_these_are_asked_for():
     options = Options("auto", draft_layers=True)
-    with pytest.raises(ConfigurationError, match="field mtp_transformer_layers"):
-        catalog.of_config({**EIGHT, "mtp_transformer_layers": 1}, "test", options)
+    with pytest.raises(ConfigurationError, match="field mtp_magic_layers"):
+        catalog.of_config({**EIGHT, "mtp_magic_layers": 1}, "test", options)
 
 
 def test_what_is_listed_says_more_than_a_rule():
@@ -396,3 +396,15 @@ def test_the_mlp_of_a_dense_model_may_be_called_shared():
     entry = entry_of(num_key_value_heads=8, **sizes)
     assert not entry.notes
     assert entry.num_active_parameters == 8 * (4 * 512 * 512 + 3 * 512 * 256) + 100 * 512
+
+
+def test_draft_heads_may_have_several_layers_each():
+    drafts = Options("auto", draft_layers=True)
+    entry = entry_of(drafts, num_key_value_heads=2, num_mtp_modules=3, mtp_transformer_layers=2, use_mtp=True)
+    assert bytes_per_token(entry) == (8 + 6) * 2 * 2 * 64 * 2
+
+
+def test_what_a_class_nests_and_a_file_does_not_is_not_asked_about():
+    given = {**EIGHT, "num_key_value_heads": 2, "model_type": "step3p7"}
+    completed = {**given, "text_config": {"hidden_size": 4096, "magic_layers": 3}}
+    assert bytes_per_token(catalog.of_config(given, "test", AUTO, completed)) == 8 * 2 * 2 * 64 * 2

@@ -112,6 +112,9 @@ def language_fields(
         fields = Fields(nested.source, inherited | dict(nested.values))
         fields.skip(*inherited)
         completed = Fields(source, completed).inner(*_NESTED).values
+    else:
+        # What a class nests that the file does not is made of nothing.
+        completed = {name: value for name, value in completed.items() if name not in _NESTED}
     for each in dict.fromkeys((Fields(source, config).word("model_type"), family)):
         _check_generates(source, config, each)
     if family_of(family).differs:

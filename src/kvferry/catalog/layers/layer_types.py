@@ -49,7 +49,7 @@ _WORDS = {
         ("moe", "", "", True),
     )
 }
-_NUM_DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+_NUM_DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 _MARKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _RECURRENT = ("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "linear_num_heads")
 _WINDOW_MARKS = {"L": "sliding_attention", "G": "full_attention"}
@@ -92,7 +92,7 @@ def _listed(fields: Fields) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def draft_layers(fields: Fields) -> tuple[Layer, ...]:
     """The layers of the model's own draft heads (multi-token prediction); empty when it has none."""
-    num_drafts = fields.count(*_NUM_DRAFTS)
+    num_drafts = fields.count(*_NUM_DRAFTS) * fields.number_or(1, "mtp_transformer_layers")
     pattern = fields.word("mtp_hybrid_override_pattern")
     words = fields.words("mtp_layers_block_type") or _marked(fields, "mtp_hybrid_override_pattern", pattern, _MARKS)
     words = words or ("full_attention",)
