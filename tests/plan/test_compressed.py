@@ -14,7 +14,7 @@ from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for, seen
-from kvferry.plan.programs.stretches import Stretch, unit_tokens
+from kvferry.plan.programs.stretches import Stretch, stretch_tokens, unit_tokens
 from kvferry.plan.routing.route import route
 
 
@@ -75,6 +75,20 @@ def test_blocks_of_other_sizes_may_hold_other_numbers_of_entries():
     assert unit_tokens(program) == 4
     copies = copies_for(program, [[3, 7]], [[2, 5, 1]], (TokenRange(0, 13),))
     assert copies.num_bytes == 3 * 16
+
+
+def test_a_stretch_has_as_many_tokens_as_their_entries_fill():
+    """A unit of 8 tokens is two entries of 16 bytes."""
+    assert stretch_tokens(pair()[0], 64) == 16
+
+
+def test_what_a_long_request_grows_by_has_neither_windows_nor_chunks():
+    limited = [
+        replace(layer(at, 1), kept=(Kept(replace(layer(at, 1).kept[0].state, **limit), ""),), group=str(at))
+        for at, limit in enumerate(({"window_tokens": 8}, {"chunk_tokens": 8}))
+    ]
+    model = CacheModel(3, (*limited, layer(2, 4)))
+    assert (model.bytes_per_token, model.lasting_bytes_per_token) == (16 + 16 + 4, 4)
 
 
 def test_a_token_adds_its_part_of_an_entry():
