@@ -1,10 +1,12 @@
 """How fast the transports move rows: against memcpy, and against one descriptor of the same bytes.
 
     python benchmarks/transports.py > benchmarks/results/transports.json
+    sudo python benchmarks/transports.py --hosts --transports tcp,nixl > benchmarks/results/transports_hosts.json
 
-Prints JSON. The peer is another process on this host. Rows are in random order on the far side and every second
-place of a row is left out on both, as in a paged cache. Every repeat measures everything once, so that
-what else the machine does hits all alike; figures are medians.
+Prints JSON. The peer is another process on this host; with `--hosts` it is on another one, a network namespace at the
+other end of a veth pair. Beside tcp the same bytes go over a plain connection, which is its limit. Rows are in random
+order on the far side and every second place of a row is left out on both, as in a paged cache. Every repeat measures
+everything once, so that what else the machine does hits all alike; figures are medians.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -22,6 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
+from plain_sockets import PlainSockets
 
 from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess, make_transport
@@ -31,8 +36,21 @@ from kvferry.transport.rowcopy import copier
 from kvferry.transport.selection.self_test import fill_probe
 from kvferry.transport.shm.transport import allocate_shared
 
-ROW_BYTES = (256, 4 << 10, 64 << 10, 1 << 20)
+ROW_BYTES = (256, 1 << 10, 4 << 10, 64 << 10, 1 << 20)
 SEED = 11
+LIMITED_BY_SOCKETS = ("tcp",)
+
+NEAR, FAR = "10.77.0.1", "10.77.0.2"
+OWN_NETWORK = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+FAR_HOST = ("ip", "netns", "exec", "far", "unshare", "--ipc", "--pid", "--fork", "--kill-child")
+CABLE = f"""
+ip link set lo up
+mount -t tmpfs tmpfs /run && ip netns add far
+ip link add eth0 type veth peer name eth0 netns far
+ip address add {NEAR}/24 dev eth0 && ip link set eth0 up
+ip -n far link set lo up
+ip -n far address add {FAR}/24 dev eth0 && ip -n far link set eth0 up
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +94,12 @@ class Bench:
             assert np.array_equal(self.near[int(near[i]) : int(near[i]) + row_bytes], wanted)
 
 
-def measure(benches: dict[str, Bench], num_repeats: int) -> dict[tuple[str, str, int], float]:
+def measure(benches: dict[str, Bench], sockets: PlainSockets, num_repeats: int) -> dict[tuple[str, str, int], float]:
     """Median seconds by (transport, direction, row bytes); "memcpy" is np.copyto of the same number of bytes."""
     seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     first = next(iter(benches.values()))
     for repeat in range(num_repeats + 1):
-        for key, run in cases(benches, first):
+        for key, run in cases(benches, sockets, first):
             elapsed = run()
             if repeat:  # The first round only warms up.
                 seconds[key].append(elapsed)
@@ -89,8 +107,13 @@ def measure(benches: dict[str, Bench], num_repeats: int) -> dict[tuple[str, str,
     return {key: statistics.median(values) for key, values in seconds.items()}
 
 
-def cases(benches: dict[str, Bench], first: Bench) -> Iterator[tuple[tuple[str, str, int], Callable[[], float]]]:
+def cases(
+    benches: dict[str, Bench], sockets: PlainSockets, first: Bench
+) -> Iterator[tuple[tuple[str, str, int], Callable[[], float]]]:
     yield ("memcpy", "", first.total_bytes), lambda: memcpy(first)
+    memory = first.near.data[: first.total_bytes]
+    for direction in Direction:
+        yield (sockets.name, str(direction), first.total_bytes), lambda way=str(direction): sockets.run(way, memory)
     for name, bench in benches.items():
         for direction in Direction:
             for row_bytes in (*ROW_BYTES, bench.total_bytes):
@@ -119,6 +142,7 @@ def report(seconds: dict[tuple[str, str, int], float], total_bytes: int, num_rep
             "ratio_to_memcpy": round(base / elapsed, 3),
             "ratio_to_one_descriptor": round(seconds[name, direction, total_bytes] / elapsed, 3),
         }
+        | over_sockets(seconds["sockets", direction, total_bytes] / elapsed, name)
         for (name, direction, row_bytes), elapsed in seconds.items()
         if name != "memcpy"
     ]
@@ -129,12 +153,30 @@ def report(seconds: dict[tuple[str, str, int], float], total_bytes: int, num_rep
     return {**head, "memcpy_ms": round(base * 1e3, 2), "results": results}
 
 
+def over_sockets(ratio: float, name: str) -> dict[str, float]:
+    return {"ratio_to_sockets": round(ratio, 3)} if name in LIMITED_BY_SOCKETS else {}
+
+
+def enter_hosts() -> None:
+    """Go on as the first of two hosts, which end with this process."""
+    if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "mount"))):
+        raise SystemExit("hosts in network namespaces need root, and the programs ip, unshare and mount")
+    if os.environ.get("BETWEEN_HOSTS") != "1":
+        words = [*OWN_NETWORK, "env", "BETWEEN_HOSTS=1", sys.executable, *sys.argv]
+        os.execvp(words[0], words)
+    subprocess.run(["sh", "-ec", CABLE], check=True, timeout=60)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transports", default="shm,cma,tcp,nixl")
     parser.add_argument("--mebibytes", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--hosts", action="store_true", help="the peer is on another host; needs root")
     arguments = parser.parse_args()
+    if arguments.hosts:
+        enter_hosts()
+    near_host, far_host, prefix = (NEAR, FAR, FAR_HOST) if arguments.hosts else ("127.0.0.1", "127.0.0.1", ())
     total_bytes = arguments.mebibytes << 20
     copier.compile_in_background()
     copier.wait_until_compiled(120)
@@ -145,8 +187,8 @@ def main() -> None:
     with ExitStack() as stack:
         benches = {}
         for name in arguments.transports.split(","):
-            peer = stack.enter_context(PeerProcess(name, 2 * total_bytes, SEED))
-            transport = make_transport(name)
+            peer = stack.enter_context(PeerProcess(name, 2 * total_bytes, SEED, prefix, far_host))
+            transport = make_transport(name, near_host)
             stack.callback(transport.close)
             transport.register(shared.memory)
             transport.connect("peer", peer.descriptor)
@@ -154,7 +196,8 @@ def main() -> None:
             for row_bytes in (*ROW_BYTES, total_bytes):
                 bench.check(row_bytes)
             benches[name] = bench
-        seconds = measure(benches, arguments.repeats)
+        sockets = stack.enter_context(PlainSockets(far_host, prefix))
+        seconds = measure(benches, sockets, arguments.repeats)
     print(json.dumps(report(seconds, total_bytes, arguments.repeats), indent=1))
 
 
