@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -23,7 +24,7 @@ from msgspec.structs import replace
 
 from kvferry.errors import RequestError, TransferError
 from kvferry.session.commands import RemoteEngine
-from kvferry.wire.messages import Reason, Reference
+from kvferry.wire.messages import BlockId, Reason, Reference
 
 __all__ = [
     *("Reach", "RemoteCache"),
@@ -35,6 +36,7 @@ Address = Annotated[str, Meta(max_length=64)]
 # Numbers only: looking up a name that a client has chosen would let it ask any name server and wait for the answer.
 ADDRESS = re.compile(r"tcp://(?:\[([0-9a-f:]{2,39})\]|([0-9.]{7,15})):([1-9][0-9]{0,4})", re.ASCII)
 MAX_RANKS = 64
+MAX_GROUPS = 64
 MAX_ROOM = (1 << 63) - 1
 """Rooms are SGLang's `bootstrap_room`."""
 
@@ -51,11 +53,13 @@ class RemoteCache:
     """Where a request's cache is said to be: its reference and the control address of every source rank.
 
     Of a room only the address of the first rank is known: the reference names no engine until it is `at` the one that
-    `Agent.locate` has found there.
+    `Agent.locate` has found there. `block_tables` are the source's, one per cache group, as far as they are said; a
+    target may begin to read there, and believes only what the source says.
     """
 
     reference: Reference
     addresses: tuple[str, ...]
+    block_tables: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_located(self) -> bool:
@@ -65,7 +69,7 @@ class RemoteCache:
     def at(self, engine: RemoteEngine) -> RemoteCache:
         """The same cache, at the engine that listens at its address."""
         reference = replace(self.reference, engine_id=engine.engine_id, epoch=engine.epoch)
-        return RemoteCache(reference, engine.addresses)
+        return RemoteCache(reference, engine.addresses, self.block_tables)
 
 
 class _Ours(msgspec.Struct, frozen=True):
@@ -79,6 +83,10 @@ class _Params(msgspec.Struct, frozen=True):
     remote_engine_id: NonEmptyName
     remote_request_id: NonEmptyName
     kvferry: _Ours
+
+
+class _Blocks(msgspec.Struct, frozen=True):
+    remote_block_ids: Annotated[tuple[tuple[BlockId, ...], ...], Meta(max_length=MAX_GROUPS)] = ()
 
 
 class _InRoom(msgspec.Struct, frozen=True):
@@ -135,8 +143,8 @@ def to_params(
 ) -> dict[str, object]:
     """The parameters for the decode side, as JSON-ready values.
 
-    The block lists, one per cache group as of vLLM's own connector, say nothing that we rely on; there is none while
-    the blocks are not known.
+    The block lists, one per cache group as of vLLM's own connector, say where reading may begin while the source is
+    asked, and nothing that we rely on. There is none while the blocks are not known, or not computed.
     """
     first = urlsplit(addresses[0])
     return {
@@ -179,7 +187,14 @@ def _referred(params: object, reach: Reach) -> RemoteCache:
     _check_text(read.remote_engine_id, read.remote_request_id, ours.epoch, ours.lease_id)
     _check_addresses(ours.addresses, reach)
     reference = Reference(read.remote_engine_id, ours.epoch, read.remote_request_id, ours.lease_id)
-    return RemoteCache(reference, ours.addresses)
+    return RemoteCache(reference, ours.addresses, _block_tables(params))
+
+
+def _block_tables(params: object) -> tuple[tuple[int, ...], ...]:
+    """Other proxies may leave them out, or write them in another way: then the source says where its blocks are."""
+    with suppress(msgspec.ValidationError):
+        return msgspec.convert(params, _Blocks).remote_block_ids
+    return ()
 
 
 def _names_room(params: object) -> bool:

@@ -69,7 +69,8 @@ def meeting(layout=SOURCE_LAYOUT, claim=(Send,)):
     ]
 
 
-POSTED = [*meeting(), (0.4, answer(m.Grant("q1", ((3, 5),))), [Post])]
+# The loop's turn after that plans what is to be digested.
+POSTED = [*meeting(), (0.3, Tick(), []), (0.4, answer(m.Grant("q1", ((3, 5),))), [Post])]
 ENDED = [*POSTED, (0.6, TicketEnded(READ, ""), [Send, Digest])]
 THEIRS = answer(m.Valid("q1", VALUES))
 OURS = Digested(READ, VALUES)
@@ -145,10 +146,18 @@ def test_what_the_source_says_before_its_bytes_are_there_is_compared_all_the_sam
         TargetIdentity(TARGET, "0.1.0", TARGET_LAYOUTS, DigestPolicy.FULL, direction=Direction.WRITE), TIMING
     )
     play(session, [*meeting()[:2], (0.2, meeting()[2][1], [Send]), (0.3, answer(m.Reached("shm", "")), [Send])])
-    play(session, [(0.4, THEIRS, []), (0.5, answer(m.Written("q1", 768, 12)), [Digest])])
+    play(session, [(0.4, THEIRS, []), (0.5, answer(m.Written("q1", 768, 12)), []), (0.5, Tick(), [Digest])])
     commands = session.handle(Digested(READ, values), 0.6)
     assert isinstance(commands[0], Fetched) == (values == VALUES)
     assert any(isinstance(each, FetchFailed) for each in commands) == (values != VALUES)
+
+
+def test_the_question_does_not_wait_until_it_is_known_what_to_digest():
+    session = target()
+    granted = answer(m.Grant("q1", ((3, 5),)))
+    play(session, [*meeting(), (0.4, granted, [Post]), (0.6, TicketEnded(READ, ""), [Send])])
+    assert session.next_deadline(0.6) == 0.6
+    play(session, [(0.6, Tick(), [Digest]), (0.7, THEIRS, []), (0.8, OURS, [Fetched])])
 
 
 def test_an_unanswered_question_is_repeated():

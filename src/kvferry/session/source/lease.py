@@ -66,13 +66,15 @@ class Lease:
     (`ahead`); the claims in `waiting` need more tokens.
 
     A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages. `ended_as`
-    says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more.
+    says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more. With
+    `was_awaited` its id was known before it began, or before all of it was computed.
     """
 
     request: LeaseRequest
     machine: StateMachine
     deadline: float
     num_ready: int
+    was_awaited: bool = False
     ahead: Ahead = NOT_AHEAD
     waiting: dict[Party, tuple[str, Claim]] = field(default_factory=dict)
     readers: frozenset[int] = frozenset()
@@ -85,11 +87,12 @@ class Lease:
     is_freed: bool = False
 
     @classmethod
-    def opened(cls, request: LeaseRequest, deadline: float) -> Lease:
-        """A lease that nobody has claimed yet."""
+    def opened(cls, request: LeaseRequest, deadline: float, is_awaited: bool) -> Lease:
+        """A lease that nobody's claim was granted of yet, though one may be waiting."""
         machine = StateMachine(f"lease {request.lease_id}", LEASE_TABLE, LeaseState.OPEN)
         num_ready = 0 if request.is_growing else request.num_tokens
-        return cls(request, machine, deadline, num_ready, first_token=request.first_token)
+        was_awaited = is_awaited or request.is_growing
+        return cls(request, machine, deadline, num_ready, was_awaited, first_token=request.first_token)
 
     @property
     def live(self) -> bool:

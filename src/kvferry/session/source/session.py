@@ -92,8 +92,8 @@ class SourceSession:
     # --- how leases begin and end ---
 
     def _lease(self, event: e.LeaseRequest, now: float) -> list[Command]:
-        self._leases.open(event, now)
         early = self._early.opened(event.lease_id)
+        self._leases.open(event, now, bool(early))
         return [command for each in early for command in self._answer(e.FrameArrived(each.peer, each.message), now)]
 
     def _grow(self, event: e.LeaseProgress, now: float) -> list[Command]:
@@ -199,7 +199,10 @@ class SourceSession:
         shared = self._writes.share(peer, claim, lease) if claim.read_from else []
         self._leases.claim(lease, claim, now)
         self._completed_reads.started(lease, claim.party, now)
-        return [Reply(peer, m.Grant(claim.claim_id, lease.request.block_tables)), *shared]
+        return [
+            Reply(peer, m.Grant(claim.claim_id, lease.request.block_tables, was_awaited=lease.was_awaited)),
+            *shared,
+        ]
 
     def _write(self, peer: str, claim: m.Claim, lease: Lease, now: float) -> list[Command]:
         """Carry a claim out."""

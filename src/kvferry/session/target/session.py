@@ -78,6 +78,8 @@ class TargetSession:
 
     def next_deadline(self, now: float) -> float:
         """When `handle(Tick())` is due next; infinity when nothing is waited for."""
+        if any(read.awaits_turn for fetch in self._fetches.values() for read in fetch.reads.values()):
+            return now
         is_meeting = self._lookups or not all(peer.ready for peer in self._peers)
         if self._fetches or self._liveness.queued or self._aborts or is_meeting:
             return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2

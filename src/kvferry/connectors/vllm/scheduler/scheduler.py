@@ -295,4 +295,5 @@ def _fetch(
 
 def _order(request_id: str, remote: RemoteCache, tables: Tables, ranges: tuple[TokenRange, ...]) -> FetchOrder:
     is_waited_for = any(len(tokens) for tokens in ranges)
-    return FetchOrder(request_id, remote.reference, remote.addresses, tables, ranges, is_waited_for, "")
+    order = FetchOrder(request_id, remote.reference, remote.addresses, tables, ranges, is_waited_for, "")
+    return replace(order, source_tables=remote.block_tables)

@@ -235,6 +235,7 @@ class Worker:
         ours = self._ours()
         tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
         wanted = FetchRequest(name, order.reference, order.addresses, tables, ranges, prompt=order.prompt)
+        wanted = replace(wanted, source_tables=order.source_tables)
         ours.deferred.give(partial(ours.agent.fetch, wanted))
 
     def _is_over(self) -> bool:

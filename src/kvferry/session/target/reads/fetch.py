@@ -28,6 +28,9 @@ from kvferry.wire.messages import FirstToken, Reason
 class ReadState(StrEnum):
     CLAIMING = "claiming"
     EXPOSED = "exposed"
+    SPECULATING = "speculating"
+    SPECULATED = "speculated"
+    MISREAD = "misread"
     MOVING = "moving"
     LANDED = "landed"
     DIGESTED = "digested"
@@ -42,12 +45,22 @@ READ_TABLE: TransitionTable = {
     (ReadState.EXPOSED, "granted"): ReadState.MOVING,
     (ReadState.EXPOSED, "ticket ended"): ReadState.LANDED,
     (ReadState.MOVING, "ticket ended"): ReadState.LANDED,
+    (ReadState.CLAIMING, "posted"): ReadState.SPECULATING,
+    (ReadState.SPECULATING, "granted"): ReadState.MOVING,
+    (ReadState.SPECULATING, "ticket ended"): ReadState.SPECULATED,
+    (ReadState.SPECULATED, "granted"): ReadState.LANDED,
+    (ReadState.SPECULATING, "misread"): ReadState.MISREAD,
+    (ReadState.SPECULATED, "misread"): ReadState.CLAIMING,
+    (ReadState.MISREAD, "ticket ended"): ReadState.CLAIMING,
     (ReadState.LANDED, "digested"): ReadState.DIGESTED,
     (ReadState.LANDED, "valid"): ReadState.CONFIRMED,
     (ReadState.DIGESTED, "valid"): ReadState.VALID,
     (ReadState.CONFIRMED, "digested"): ReadState.VALID,
     (ReadState.CLAIMING, "fail"): ReadState.FAILED,
     (ReadState.EXPOSED, "fail"): ReadState.DRAINING,
+    (ReadState.SPECULATING, "fail"): ReadState.DRAINING,
+    (ReadState.SPECULATED, "fail"): ReadState.FAILED,
+    (ReadState.MISREAD, "fail"): ReadState.DRAINING,
     (ReadState.MOVING, "fail"): ReadState.DRAINING,
     (ReadState.LANDED, "fail"): ReadState.FAILED,
     (ReadState.DIGESTED, "fail"): ReadState.FAILED,
@@ -57,15 +70,19 @@ READ_TABLE: TransitionTable = {
 }
 
 
-OPEN = (ReadState.EXPOSED, ReadState.MOVING, ReadState.DRAINING)
+POSTED = (ReadState.SPECULATING, ReadState.MISREAD, ReadState.MOVING)
+"""States in which a ticket of ours may be open."""
+OPEN = (ReadState.EXPOSED, *POSTED, ReadState.DRAINING)
 """States in which bytes may come."""
-UNGRANTED = (ReadState.CLAIMING, ReadState.EXPOSED)
+SPECULATIVE = (ReadState.SPECULATING, ReadState.SPECULATED)
+"""States in which a read has begun before its grant."""
+UNGRANTED = (ReadState.CLAIMING, ReadState.EXPOSED, *SPECULATIVE)
 """States in which a read waits for its grant."""
 ASKING = (ReadState.LANDED, ReadState.DIGESTED)
 """States in which a read waits to hear whether its bytes are valid."""
-WAITING = (*UNGRANTED, ReadState.MOVING, *ASKING)
+WAITING = (*UNGRANTED, ReadState.MISREAD, ReadState.MOVING, *ASKING)
 """States in which a read needs its source to be alive."""
-LEASED = (ReadState.MOVING, *ASKING)
+LEASED = (ReadState.MISREAD, ReadState.MOVING, *ASKING)
 """States in which a read needs its lease."""
 
 
@@ -98,6 +115,7 @@ class Read:
     num_rows: int = 0
     subject: Subject = NOTHING
     extracts: tuple[Extract, ...] = ()
+    may_speculate: bool = True
     is_prepared: bool = False
     may_prepare: bool = True
     is_confirmed: bool = False
@@ -145,9 +163,24 @@ class Read:
         return any(pipeline.awaits_tokens for pipeline in self.pipeline)
 
     @property
+    def awaits_turn(self) -> bool:
+        """Whether something is to be done at once that had to wait until our messages were sent."""
+        return self.awaits_digest or (self.may_speculate and self.state is ReadState.CLAIMING)
+
+    @property
+    def awaits_digest(self) -> bool:
+        """Whether everything has landed, and our own digest is not begun."""
+        return self.is_digesting and not self.is_prepared
+
+    @property
     def is_digesting(self) -> bool:
         """Whether our own digest is still awaited."""
         return bool(self.subject.parts) and self.state in (ReadState.LANDED, ReadState.CONFIRMED)
+
+    def start_again(self) -> None:
+        """What was read speculatively counts for nothing, and its ticket has ended."""
+        self.movers = _movers(self.mode)
+        self.num_bytes = self.num_rows = 0
 
     def ended(self, mover: Direction) -> None:
         """The ticket of one mover has ended, well or not."""

@@ -56,22 +56,29 @@ class Verifier:
 
     def landed(self, fetch: Fetch, peer: PeerKey, now: float) -> Iterator[Step]:
         """All bytes of a read are in their blocks: ask whether they are valid, unless the source knows by itself when
-        to say so, and digest them meanwhile."""
+        to say so, and digest them meanwhile. If it is not known yet where they lie for that, the question does not wait
+        until it is: `digest` follows."""
         read = fetch.reads[peer]
         fetch.landed_at = read.last_sent = now
+        if read.direction is Direction.READ:
+            yield Send(peer, self.landed_of(fetch))
+        if read.is_confirmed:
+            read.machine.move("valid")
+        if read.is_prepared or not read.subject.parts:
+            yield from self.digest(fetch, peer, now)
+
+    def digest(self, fetch: Fetch, peer: PeerKey, now: float) -> Iterator[Step]:
+        """Make our own digest of what has landed."""
+        read = fetch.reads[peer]
         try:
             self.prepare(fetch, peer)
         except TransferError as error:
             yield FetchBroken(fetch, error)
             return
-        if read.direction is Direction.READ:
-            yield Send(peer, self.landed_of(fetch))
         if read.extracts:
             yield Digest(fetch.key(peer), read.extracts)
         else:
             read.machine.move("digested")
-        if read.is_confirmed:
-            read.machine.move("valid")
         yield from self._compare(fetch, peer, now)
 
     def digested(self, event: Digested, now: float) -> Iterator[Step]:
