@@ -25,7 +25,6 @@ from kvferry.session.events import (
     Tick,
 )
 from kvferry.session.keys import ClaimKey, PeerKey, ReadKey
-from kvferry.session.source.completed_reads import LOOK_AFTER_S
 from kvferry.session.source.session import SourceSession
 from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
@@ -158,15 +157,15 @@ def test_a_digest_that_nobody_asked_for_changes_nothing():
     play(source(), [*DIGESTING, *((3, Digested(key, VALUES), []) for key in keys)])
 
 
-SOON = 1 + LOOK_AFTER_S
+SOON = 1
 LOOKING = [*DIGESTING[:2], (SOON, Tick(), [Digest])]
 
 
 def test_a_source_digests_while_the_bytes_move_and_answers_at_once():
     session = source()
     play(session, DIGESTING[:2])
-    assert session.next_deadline() == SOON
-    (digest,) = play(session, [(1 + LOOK_AFTER_S / 2, Tick(), []), (SOON, Tick(), [Digest])])
+    assert session.next_deadline() == 0.0
+    (digest,) = play(session, [(SOON, Tick(), [Digest])])
     assert digest.key == KEY
     assert session.next_deadline() > SOON
     play(session, [(1.5, Tick(), []), (1.6, Digested(KEY, VALUES), [])])
@@ -216,7 +215,7 @@ def test_a_reader_that_is_done_is_not_looked_at_again_while_others_read():
 
 def test_a_repeated_claim_changes_nothing_about_its_digest():
     session = source()
-    play(session, [*DIGESTING[:2], (1 + LOOK_AFTER_S / 2, CLAIM, [Reply]), (SOON, Tick(), [Digest])])
+    play(session, [*DIGESTING[:2], (1, CLAIM, [Reply]), (SOON, Tick(), [Digest])])
     for state in ([], [(2, Digested(KEY, VALUES), [])]):
         play(session, [*state, (2, CLAIM, [Reply])])
         assert session.next_deadline() == 2 + TIMING.lease_s

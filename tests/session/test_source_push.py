@@ -26,7 +26,6 @@ from kvferry.session.events import (
     TicketEnded,
 )
 from kvferry.session.keys import ClaimKey, SlotKey
-from kvferry.session.source.completed_reads import LOOK_AFTER_S
 from kvferry.session.source.early_messages import MAX_ABORTED
 from kvferry.session.source.session import SourceSession
 from kvferry.session.timing import Timing
@@ -118,7 +117,7 @@ def test_what_is_written_is_digested_at_once_and_the_reader_told(source):
 def test_what_is_written_is_digested_meanwhile(source, is_there):
     sampled, values = Subject(DigestPolicy.SAMPLED, 1, SUBJECT.parts), (b"12345678", b"abcdefgh")
     claim = msgspec.structs.replace(CLAIM, subject=sampled)
-    play(source, [*MET, (1, said(claim), [GRANT, Post]), (1 + LOOK_AFTER_S, Tick(), [Digest])])
+    play(source, [*MET, (1, said(claim), [GRANT, Post]), (1, Tick(), [Digest])])
     valid, digested = [Reply("x", m.Valid("c1", values)), FREE], Digested(KEY, values)
     if is_there:
         play(source, [(2, digested, []), (3, TicketEnded(TICKET, ""), [Reply, *valid])])

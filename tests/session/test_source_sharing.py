@@ -26,7 +26,6 @@ from kvferry.session.events import (
     TicketEnded,
 )
 from kvferry.session.keys import ClaimKey, SlotKey
-from kvferry.session.source.completed_reads import LOOK_AFTER_S
 from kvferry.session.source.session import SourceSession
 from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
@@ -147,7 +146,7 @@ def test_an_abort_waits_for_its_ticket(source):
 
 def test_a_sample_is_made_while_it_moves_and_told_when_it_is_asked_for(source):
     claim = msgspec.structs.replace(CLAIM, subject=SUBJECT)
-    play(source, [*GRANTED[:-1], (1, said(claim), [GRANT]), (1, Tick(), [Post]), (1 + LOOK_AFTER_S, Tick(), [Digest])])
+    play(source, [*GRANTED[:-1], (1, said(claim), [GRANT]), (1, Tick(), [Post]), (1, Tick(), [Digest])])
     play(source, [(2, Digested(KEY, (b"v" * 8,) * 2), []), (2, TicketEnded(TICKET, ""), [Reply])])
     play(source, [(3, said(LANDED), [Reply("x", m.Valid("c1", (b"v" * 8,) * 2)), FREE])])
 

@@ -31,7 +31,6 @@ from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
 from kvferry.session.commands import Count, Digest, LeaseEnded, Release, Reply
 from kvferry.session.events import Digested, LeaseWithdrawn, Tick, TicketEnded
 from kvferry.session.source import writes
-from kvferry.session.source.completed_reads import LOOK_AFTER_S
 from kvferry.wire import messages as m
 
 PART = Part(("model.layers.0.k",), (Span(0, 2), Span(0, 4)), ALL_TOKENS, RANGES[0])
@@ -61,7 +60,7 @@ def test_what_is_packed_is_digested_once_a_slot_is_asked_for_and_valid_with_its_
     """Not before: the first slot is what the target waits for."""
     play(session, [*CLAIMED[:-1], (0, said(DIGESTED_CLAIM), [Reply]), (1, Tick(), [])])
     key, values = own(0).work, (b"12345678",)
-    play(session, [*written(0), (3 + LOOK_AFTER_S, Tick(), [Digest]), (3.5, Digested(key, values), [])])
+    play(session, [*written(0), (3, Tick(), [Digest]), (3.5, Digested(key, values), [])])
     for stretch in (0, 1, 2):
         play(session, [(4, TicketEnded(own(stretch), ""), [Release, Reply]), *written(stretch + 1)])
     valid = Reply("x", m.Valid("q1", values))
@@ -71,8 +70,8 @@ def test_what_is_packed_is_digested_once_a_slot_is_asked_for_and_valid_with_its_
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_what_was_packed_before_all_is_computed_is_digested_when_it_is(session, is_asked):
     play(session, [(0, GROWING, []), (0, grown(8), []), *CLAIMED[1:3], (0, said(DIGESTED_CLAIM), [Reply])])
-    play(session, [*(written(0) if is_asked else ()), (3 + LOOK_AFTER_S, Tick(), [])])
-    play(session, [(5, grown(16), [Reply]), (5 + LOOK_AFTER_S, Tick(), [Digest])])
+    play(session, [*(written(0) if is_asked else ()), (3, Tick(), [])])
+    play(session, [(5, grown(16), [Reply]), (5, Tick(), [Digest])])
 
 
 def test_what_is_written_of_a_prompt_that_grows_on_is_not_granted_again(session):

@@ -1,6 +1,7 @@
 """Readers that have all their bytes: the source confirms that its lease was live, and sends its own digest of them.
 
-A sampled digest is made while the bytes move, so that nobody waits for it. If the blocks change after that and before
+A sampled digest is made while the bytes move, so that nobody waits for it: in the turn after the grant was sent, since
+later it would take a core from a copy that is well under way. If the blocks change after that and before
 they are read, the reader's digest differs. A full digest is made when a reader asks.
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from math import inf
 
 from kvferry.errors import FerryError, TransferError
 from kvferry.plan.digests.extractor import Extractor
@@ -22,9 +22,6 @@ from kvferry.session.source.lease import Lease, OwnDigest
 from kvferry.session.source.lease_table import LeaseTable
 from kvferry.wire.messages import Landed, Party, Reason, Renewed, Valid
 
-# A digest at once would delay the grant, which another thread is about to send.
-LOOK_AFTER_S = 0.001
-
 
 class CompletedReads:
     """Those of one rank's leases. A lease is done when all its readers have their bytes."""
@@ -32,11 +29,11 @@ class CompletedReads:
     def __init__(self, leases: LeaseTable, extractor: Extractor) -> None:
         self._leases = leases
         self._extractor = extractor
-        # When each digest is to be made, oldest first.
-        self._started: dict[ClaimKey, float] = {}
+        # Reads whose digests are to be made, oldest first.
+        self._started: dict[ClaimKey, None] = {}
 
-    def started(self, lease: Lease, party: Party, now: float) -> None:
-        """Bytes are in flight to a reader: `prepare` will soon make the digest of them.
+    def started(self, lease: Lease, party: Party) -> None:
+        """Bytes are in flight to a reader: `prepare` will make the digest of them.
 
         Only once everything is computed, because until then the blocks change; and only for samples, because a full
         digest is as much work as the transfer, and digests that readers have asked for go first.
@@ -45,18 +42,17 @@ class CompletedReads:
         key = ClaimKey(lease.request.lease_id, party, granted.claim_id)
         is_sampled = granted.subject.policy is DigestPolicy.SAMPLED and granted.subject.parts
         if is_sampled and lease.is_computed and key not in lease.digests:
-            self._started.setdefault(key, now + LOOK_AFTER_S)
+            self._started[key] = None
 
-    def next_deadline(self) -> float:
-        """When `prepare` has something to do; infinity when there is nothing."""
-        return next(iter(self._started.values()), inf)
+    @property
+    def has_started(self) -> bool:
+        """Whether `prepare` has something to do."""
+        return bool(self._started)
 
-    def prepare(self, now: float) -> list[Command]:
+    def prepare(self) -> list[Command]:
         """Begin the digests for which readers will ask soon."""
-        due = [key for key, at in self._started.items() if at <= now]
-        for key in due:
-            del self._started[key]
-        return [command for key in due for command in self._prepare(key)]
+        started, self._started = self._started, {}
+        return [command for key in started for command in self._prepare(key)]
 
     def _prepare(self, key: ClaimKey) -> Iterator[Command]:
         lease = self._leases.get(key.lease_id)

@@ -76,10 +76,10 @@ class SourceSession:
 
     def next_deadline(self) -> float:
         """When `handle(Tick())` is due next, 0 for at once; infinity when nothing is waited for."""
-        if self._writes.has_shares:
+        if self._writes.has_shares or self._completed_reads.has_started:
             return 0.0
         waiting = self._early.next_deadline(), self._aborted.next_deadline(), self._targets.next_deadline()
-        return min(self._leases.next_deadline(), self._completed_reads.next_deadline(), *waiting)
+        return min(self._leases.next_deadline(), *waiting)
 
     def num_live(self) -> int:
         """Leases whose blocks the engine still keeps."""
@@ -106,7 +106,7 @@ class SourceSession:
         self._leases.renew(lease, now)
         commands = list(self._writes.grown(lease))
         for key in lease.writes:
-            self._completed_reads.started(lease, key.party, now)
+            self._completed_reads.started(lease, key.party)
         for party, (peer, claim) in list(lease.waiting.items()):
             if claim.num_tokens <= lease.num_ready:
                 del lease.waiting[party]
@@ -121,7 +121,8 @@ class SourceSession:
         return []
 
     def _tick(self, event: e.Tick, now: float) -> list[Command]:
-        return [*self._writes.prepare(), *self._completed_reads.prepare(now)]
+        # What is written is posted before anything is planned that can wait.
+        return list(self._writes.prepare()) or self._completed_reads.prepare()
 
     def _connected(self, event: e.PeerConnected | e.PeerUnreachable, now: float) -> list[Command]:
         return self._targets.settled(event)
@@ -198,7 +199,7 @@ class SourceSession:
             return [Reply(peer, m.Queued(claim.claim_id))]
         shared = self._writes.share(peer, claim, lease) if claim.read_from else []
         self._leases.claim(lease, claim, now)
-        self._completed_reads.started(lease, claim.party, now)
+        self._completed_reads.started(lease, claim.party)
         return [
             Reply(peer, m.Grant(claim.claim_id, lease.request.block_tables, was_awaited=lease.was_awaited)),
             *shared,
@@ -213,7 +214,7 @@ class SourceSession:
         else:
             self._leases.claim(lease, claim, now)
         if not claim.strategy.source_gathers:
-            self._completed_reads.started(lease, claim.party, now)
+            self._completed_reads.started(lease, claim.party)
         return commands + self._completed_reads.written(lease, now)
 
     def _pack(self, peer: str, pack: m.Pack, now: float) -> list[Command]:
@@ -231,7 +232,7 @@ class SourceSession:
         commands = list(self._writes.pack(peer, pack, lease, now))
         if lease.live:
             self._leases.renew(lease, now)
-            self._completed_reads.started(lease, pack.party, now)
+            self._completed_reads.started(lease, pack.party)
         return commands
 
     def _write_progressed(self, event: _WriteEvent, now: float) -> list[Command]:
