@@ -174,6 +174,14 @@ def test_a_lease_is_said_to_be_awaited_by_whoever_asks():
     play(source, [(0, said(claim), []), (1, lease, [awaited]), (2, said(claim), [awaited])])
 
 
+@pytest.mark.parametrize("how", ["is_growing", "is_foreknown"])
+def test_what_may_have_been_known_too_early_is_said_to_be_awaited(how):
+    source = source_session(TIMING)
+    nothing = m.Claim(TARGET, "q1", REFERENCE, 0, (0,))
+    lease = replace(LeaseRequest("r1", "l1", TABLES, 6), **{how: True})
+    play(source, [(0, lease, []), (1, said(nothing), [Reply("x", m.Grant("q1", TABLES, was_awaited=True))])])
+
+
 def test_a_lease_that_began_before_anybody_asked_is_not_awaited():
     source = source_session(TIMING)
     claim = m.Claim(TARGET, "q1", REFERENCE, 6, (0,))

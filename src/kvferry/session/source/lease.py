@@ -91,7 +91,7 @@ class Lease:
         """A lease that nobody's claim was granted of yet, though one may be waiting."""
         machine = StateMachine(f"lease {request.lease_id}", LEASE_TABLE, LeaseState.OPEN)
         num_ready = 0 if request.is_growing else request.num_tokens
-        was_awaited = is_awaited or request.is_growing
+        was_awaited = is_awaited or request.is_growing or request.is_foreknown
         return cls(request, machine, deadline, num_ready, was_awaited, first_token=request.first_token)
 
     @property

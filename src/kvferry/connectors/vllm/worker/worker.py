@@ -191,9 +191,8 @@ class Worker:
             return
         ours = self._ours()
         tables = ours.described.tables(order.block_tables)
-        wanted = LeaseRequest(
-            name, order.lease_id, tables, order.num_tokens, False, order.prompt, False, order.first_token
-        )
+        names = name, order.lease_id, tables, order.num_tokens, False, order.prompt, False
+        wanted = LeaseRequest(*names, order.first_token, is_foreknown=ours.deferred.may_wait)
         ours.deferred.give(partial(self._tell_lease, wanted))
 
     def _tell_lease(self, wanted: LeaseRequest) -> None:
