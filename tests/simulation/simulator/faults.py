@@ -65,8 +65,9 @@ class Faults:
         """Calm, a theme, or a mixture in which each fault takes part with one chance in three."""
         theme = rng.choice(["calm", "mixture", "mixture", "mixture", "standstill", *THEMES])
         if theme == "calm":
-            names = "slow", "late", "hold", "grow", "tell_states", "presume"
-            return replace(CALM, **{name: rng.choice([0.0, 0.3]) for name in names})
+            slow, late, hold, grow, by_state, presume = (rng.choice([0.0, 0.3]) for _ in range(6))
+            calm = replace(CALM, slow=slow, late=late, hold=hold)
+            return replace(calm, grow=grow, tell_states=by_state, presume=presume)
         if theme != "mixture":
             return THEMES[theme]
         drawn: dict[str, Any] = {f.name: _drawn(rng, f.name) for f in fields(cls) if rng.random() < 1 / 3}
