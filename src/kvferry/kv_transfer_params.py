@@ -76,6 +76,7 @@ class _Ours(msgspec.Struct, frozen=True):
     epoch: NonEmptyName
     lease_id: NonEmptyName
     addresses: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+    is_foreknown: bool = False
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -139,14 +140,21 @@ def wants_early(params: Mapping[str, object]) -> bool:
 
 
 def to_params(
-    reference: Reference, addresses: Sequence[str], block_tables: Sequence[Sequence[int]], num_tokens: int
+    reference: Reference,
+    addresses: Sequence[str],
+    block_tables: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    is_foreknown: bool = False,
 ) -> dict[str, object]:
     """The parameters for the decode side, as JSON-ready values.
 
     The block lists, one per cache group as of vLLM's own connector, say where reading may begin while the source is
-    asked, and nothing that we rely on. There is none while the blocks are not known, or not computed.
+    asked, and nothing that we rely on. There is none while the blocks are not known. With `is_foreknown` a device may
+    still write to them: nobody reads there before the source says so.
     """
     first = urlsplit(addresses[0])
+    ours: dict[str, object] = {"epoch": reference.epoch, "lease_id": reference.lease_id, "addresses": list(addresses)}
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -157,7 +165,7 @@ def to_params(
         "remote_port": first.port,
         "remote_num_tokens": num_tokens,
         "tp_size": len(addresses),
-        "kvferry": {"epoch": reference.epoch, "lease_id": reference.lease_id, "addresses": list(addresses)},
+        "kvferry": ours | ({"is_foreknown": True} if is_foreknown else {}),
     }
 
 
@@ -187,7 +195,7 @@ def _referred(params: object, reach: Reach) -> RemoteCache:
     _check_text(read.remote_engine_id, read.remote_request_id, ours.epoch, ours.lease_id)
     _check_addresses(ours.addresses, reach)
     reference = Reference(read.remote_engine_id, ours.epoch, read.remote_request_id, ours.lease_id)
-    return RemoteCache(reference, ours.addresses, _block_tables(params))
+    return RemoteCache(reference, ours.addresses, () if ours.is_foreknown else _block_tables(params))
 
 
 def _block_tables(params: object) -> tuple[tuple[int, ...], ...]:

@@ -224,6 +224,8 @@ def test_a_claim_that_is_faster_than_the_engine_waits_for_its_lease(source):
 def test_a_claim_without_any_lease_is_refused_in_the_end(source):
     source.handle(said(EARLY), 1)
     assert refusal(source.handle(Tick(), 1 + TIMING.early_claim_s), m.Reason.UNKNOWN_LEASE)
+    assert source.next_deadline() == 1 + TIMING.tombstone_s
+    assert source.handle(Tick(), 1 + TIMING.tombstone_s) == []
     assert source.next_deadline() == float("inf")
 
 

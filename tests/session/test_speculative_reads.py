@@ -103,7 +103,8 @@ def test_what_is_not_granted_is_read_again_at_once_where_it_is_there_already(gra
 @pytest.mark.parametrize(("grant", "why"), [(ELSEWHERE, "other_blocks"), (AWAITED, "awaited")])
 def test_what_is_not_granted_is_read_again_when_its_ticket_has_ended(grant, why):
     session = met(WANTED, CLAIM, Post)
-    play(session, [(0.4, grant, [Count("reads_repeated", why)]), (0.5, grant, []), (0.9, Tick(), [])])
+    counted = Count("reads_repeated", why)
+    play(session, [(0.4, grant, [counted, Cancel(KEY)]), (0.5, grant, []), (0.9, Tick(), [])])
     # However its ticket ends: nothing of it is wanted.
     play(session, [(1.0, TicketEnded(KEY, "broken"), [CLAIM]), (1.1, grant, [Post]), (1.2, grant, [])])
     play(session, [(1.3, READ, [LANDED]), (1.4, VALID, [Fetched])])
@@ -138,7 +139,7 @@ def test_nothing_goes_through_staging_memory_before_the_grant(strategy):
     met(WANTED, Send, staging=StagingPolicy((strategy,), 1 << 20))
 
 
-@pytest.mark.parametrize("before", [[], [(0.4, ELSEWHERE, [Count])]], ids=["speculating", "misread"])
+@pytest.mark.parametrize("before", [[], [(0.4, ELSEWHERE, [Count, Cancel])]], ids=["speculating", "misread"])
 def test_a_refused_read_keeps_its_blocks_until_its_ticket_has_ended(before):
     session = met(WANTED, CLAIM, Post)
     play(session, before)
@@ -163,6 +164,19 @@ def test_one_table_is_that_of_every_cache_group():
     play(session, [(0.4, answer(m.Grant("q1", TABLES * 2)), []), (0.5, READ, [LANDED]), (0.6, VALID, [Fetched])])
 
 
+def test_what_is_read_again_has_its_own_time():
+    session = met(WANTED, CLAIM, Post)
+    play(session, [(0.4, ELSEWHERE, [Count, Cancel])])
+    for now in range(1, 21):
+        session.handle(answer(m.Renewed(())), now)
+        session.handle(Tick(), now)
+    play(session, [(20.3, READ, [CLAIM]), (20.4, ELSEWHERE, [Post])])
+    for now in range(21, 41):
+        session.handle(answer(m.Renewed(())), now)
+        assert not [each for each in session.handle(Tick(), now) if isinstance(each, FetchFailed)]
+    assert failure(session.handle(Tick(), 40.5)).reason == m.Reason.DEADLINE
+
+
 # --- the source's side ---
 
 
@@ -172,6 +186,48 @@ def test_a_lease_is_said_to_be_awaited_by_whoever_asks():
     claim = m.Claim(TARGET, "q1", REFERENCE, 6, (0,))
     awaited = Reply("x", m.Grant("q1", TABLES, was_awaited=True))
     play(source, [(0, said(claim), []), (1, lease, [awaited]), (2, said(claim), [awaited])])
+
+
+def test_a_lease_is_said_to_be_awaited_long_after_somebody_has_asked():
+    source, early = source_session(TIMING), TIMING.early_claim_s
+    claim = m.Claim(TARGET, "q1", REFERENCE, 6, (0,))
+    play(source, [(0, said(claim), []), (early, Tick(), [Reply, Count])])
+    awaited = Reply("x", m.Grant("q1", TABLES, was_awaited=True))
+    play(source, [(early + 1, LeaseRequest("r1", "l1", TABLES, 6), []), (early + 2, said(claim), [awaited])])
+
+
+def test_who_asks_is_remembered_for_so_long_and_no_longer():
+    source = source_session(TIMING)
+    play(
+        source,
+        [(0, said(m.Claim(TARGET, "q1", REFERENCE, 6, (0,))), []), (TIMING.early_claim_s, Tick(), [Reply, Count])],
+    )
+    assert source.next_deadline() == TIMING.tombstone_s
+    play(source, [(TIMING.tombstone_s, Tick(), [])])
+    assert source.next_deadline() == float("inf")
+
+
+def test_too_many_who_ask_make_every_lease_an_awaited_one(monkeypatch):
+    monkeypatch.setattr("kvferry.session.source.early_messages.MAX_ASKED_FOR", 1)
+    source = source_session(TIMING)
+    other = m.Claim(TARGET, "q2", replace_reference("l2"), 6, (0,))
+    play(source, [(0, said(other), []), (1, LeaseRequest("r1", "l1", TABLES, 6), [])])
+    claim = m.Claim(TARGET, "q1", REFERENCE, 6, (0,))
+    play(source, [(2, said(claim), [Reply("x", m.Grant("q1", TABLES, was_awaited=True))])])
+
+
+def replace_reference(lease_id):
+    return m.Reference("p0", "epoch-1", "r1", lease_id)
+
+
+def test_a_source_helps_those_who_read_what_it_does_not_grant():
+    """Some transports need its help until their tickets end."""
+    source = source_session(TIMING)
+    assert not source.may_be_read(0.0)
+    source.handle(said(m.Claim(TARGET, "q1", m.Reference("p0", "epoch-0", "r1", "l1"), 6, (0,))), 1.0)
+    assert source.may_be_read(1.0)
+    assert source.may_be_read(0.9 + TIMING.transfer_s)
+    assert not source.may_be_read(1.0 + TIMING.transfer_s)
 
 
 @pytest.mark.parametrize("how", ["is_growing", "is_foreknown"])

@@ -19,6 +19,7 @@ from session_cases import (
     answer,
 )
 
+from kvferry.errors import LayoutError
 from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.digests.subject import DigestPolicy
@@ -46,6 +47,7 @@ from kvferry.session.events import (
 )
 from kvferry.session.keys import ClaimKey, PeerKey, ReadKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
+from kvferry.session.target.reads.fetch import ReadState
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
@@ -150,6 +152,26 @@ def test_what_the_source_says_before_its_bytes_are_there_is_compared_all_the_sam
     commands = session.handle(Digested(READ, values), 0.6)
     assert isinstance(commands[0], Fetched) == (values == VALUES)
     assert any(isinstance(each, FetchFailed) for each in commands) == (values != VALUES)
+
+
+def test_two_digests_that_cannot_be_made_are_one_failure(monkeypatch):
+    """The first ends the fetch, and with it the second."""
+    session = target()
+    play(session, meeting())
+    (fetch,) = session._fetches.values()
+    other = replace(PEER, address="tcp://127.0.0.1:2")
+    fetch.reads[other] = replace(fetch.reads[PEER], machine=replace(fetch.reads[PEER].machine))
+    for read in fetch.reads.values():
+        read.may_prepare = read.may_speculate = False
+        read.machine.state = ReadState.LANDED
+        read.movers = set()
+
+    def fail(*_):
+        raise LayoutError("no")
+
+    monkeypatch.setattr(session._reads.verifier._extractor, "extracts", fail)
+    commands = session.handle(Tick(), 0.5)
+    assert [type(each) for each in commands if not isinstance(each, Send | DropDigest)] == [Count, FetchFailed, Free]
 
 
 def test_the_question_does_not_wait_until_it_is_known_what_to_digest():

@@ -53,6 +53,10 @@ class Transfer:
             yield Transfer(self.ticket, self.direction, self.local[part], self.remote[part], self.length[part])
 
 
+class Refused(TransportError):
+    """The peer's word about one request, after which it waits for the next."""
+
+
 class PeerClient:
     """Makes transfers one after another and puts their completions into `ended`. The first one opens the connection.
 
@@ -111,8 +115,8 @@ class PeerClient:
         """The error of the ticket, or nothing."""
         try:
             return self._move(transfer)
-        except TransportError as error:
-            return str(error)  # A refusal. The connection is still usable.
+        except Refused as error:
+            return str(error)  # The connection is still usable.
         except (OSError, FerryError) as error:
             reason = self._stopped or f"connection to {self._address.host}:{self._address.port}: {os_error_text(error)}"
         except Exception as error:  # noqa: BLE001 - the top of a thread: the ticket must end whatever happens
@@ -168,4 +172,4 @@ class PeerClient:
 def _expect_granted(connection: Connection) -> None:
     reply = connection.receive_message(Reply)
     if reply.error:
-        raise TransportError("the peer refused the rows", found=reply.error)
+        raise Refused("the peer refused the rows", found=reply.error)

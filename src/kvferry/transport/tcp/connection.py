@@ -195,8 +195,12 @@ class Connection:
                 moved = _moved(call, self._socket.fileno(), part)
             pending.advance(moved)
             left_s = deadline - time.monotonic()
-            # A peer that drips byte by byte is as stalled as one that does nothing.
-            if left_s <= 0 or (not moved and not poller.poll(left_s * 1000)):
+            if moved:
+                # A peer that drips byte by byte is as stalled as one that does nothing.
+                is_stalled = left_s <= 0 and pending.num_moved < num_due and len(pending.next()) > 0
+            else:
+                is_stalled = left_s <= 0 or not poller.poll(left_s * 1000)
+            if is_stalled:
                 raise self._stalled(verb)
 
     def _stalled(self, verb: str) -> TimeoutError:
@@ -219,7 +223,8 @@ class PendingRows:
     def advance(self, num_bytes: int) -> None:
         """So many bytes of what is pending have been moved."""
         self.num_moved += num_bytes
-        self._first = int(np.searchsorted(self._stop, self.num_moved, side="right"))
+        # A plain integer would have the whole column converted to floats.
+        self._first = int(np.searchsorted(self._stop, np.uint64(self.num_moved), side="right"))
         if self._first < len(self._rows):
             address, length = self._rows[self._first].tolist()
             left = int(self._stop[self._first]) - self.num_moved

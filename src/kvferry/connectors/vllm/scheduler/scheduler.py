@@ -38,14 +38,22 @@ NULL_BLOCK = 0
 
 
 class Scheduler:
-    """Stages orders; `take_orders` hands them over at each step."""
+    """Stages orders; `take_orders` hands them over at each step. With `writes_late` a device may still write to a
+    request's blocks when vLLM has answered it, as speculators do."""
 
     def __init__(
-        self, engine_id: str, kv_cache_config: KVCacheConfig, prompts: Prompts, reach: Reach = Reach.THIS_HOST
+        self,
+        engine_id: str,
+        kv_cache_config: KVCacheConfig,
+        prompts: Prompts,
+        reach: Reach = Reach.THIS_HOST,
+        *,
+        writes_late: bool = False,
     ) -> None:
         self._engine_id = engine_id
         self._prompts = prompts
         self._reach = reach
+        self._writes_late = writes_late
         self._config = kv_cache_config
         self._orders = Orders()
         self._ranks: tuple[RankAddress, ...] = ()
@@ -215,7 +223,8 @@ class Scheduler:
         lease = LeaseOrder(request.request_id, new_lease_id(), tables, num_tokens, prompt, first)
         self._orders.leases.append(lease)
         reference = Reference(self._engine_id, self._ranks[0].epoch, agent_name(lease.request_id), lease.lease_id)
-        return True, to_params(reference, [rank.address for rank in self._ranks], tables, lease.num_tokens)
+        addresses, num_tokens = [rank.address for rank in self._ranks], lease.num_tokens
+        return True, to_params(reference, addresses, tables, num_tokens, is_foreknown=self._writes_late)
 
     def _release_if_nobodys(self, request_id: str, params: Mapping[str, Any]) -> None:
         if self._readers.is_nobodys(request_id):

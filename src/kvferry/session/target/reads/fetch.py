@@ -177,10 +177,11 @@ class Read:
         """Whether our own digest is still awaited."""
         return bool(self.subject.parts) and self.state in (ReadState.LANDED, ReadState.CONFIRMED)
 
-    def start_again(self) -> None:
-        """What was read speculatively counts for nothing, and its ticket has ended."""
+    def start_again(self, now: float) -> None:
+        """What was read speculatively counts for nothing, and its ticket has ended. What follows has its own time."""
         self.movers = _movers(self.mode)
         self.num_bytes = self.num_rows = 0
+        self.moved_at = now
 
     def ended(self, mover: Direction) -> None:
         """The ticket of one mover has ended, well or not."""
@@ -201,7 +202,7 @@ class Read:
 class Fetch:
     """One wanted cache. `reads` is empty until every source rank has been met and the route is known.
 
-    `posted_at` is when the first source granted its claim, `landed_at` when the last bytes were there.
+    `posted_at` is when the first source granted its claim or was read from, `landed_at` when the last bytes were there.
     `verified` says by what digest.
 
     A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.

@@ -17,7 +17,7 @@ from kvferry.plan.programs.blocks import BlockTables
 from kvferry.plan.programs.copies import NOTHING, Direction
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables
 from kvferry.plan.strategy.strategies import Side
-from kvferry.session.commands import Count, Fetched, Send
+from kvferry.session.commands import Cancel, Count, Fetched, Send
 from kvferry.session.events import FetchRequest
 from kvferry.session.keys import PeerKey, SlotKey
 from kvferry.session.refusals import as_transfer_error
@@ -167,8 +167,10 @@ class Reads:
         yield Count("reads_repeated", why_not)
         read.machine.move("misread")
         if read.state is ReadState.CLAIMING:
-            read.start_again()
+            read.start_again(now)
             yield from self._post(fetch, peer, grant, now)
+        else:
+            yield Cancel(fetch.key(peer.key))
 
     def _post(self, fetch: Fetch, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
         request, read = fetch.request, fetch.reads[peer.key]
@@ -242,14 +244,14 @@ class Reads:
         """A ticket of ours. What a reference says may lie where nothing can be read."""
         read = fetch.reads[key]
         if read.state is ReadState.CLAIMING:
-            read.start_again()
+            read.start_again(now)
             read.last_sent = now
             yield Send(key, self._claim_of(fetch, key))
         elif read.state is ReadState.SPECULATED:
             if error:
                 yield Count("reads_repeated", Reason.TRANSPORT)
                 read.machine.move("misread")
-                read.start_again()
+                read.start_again(now)
         elif error:
             yield FetchBroken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
         elif not read.movers:
@@ -261,14 +263,20 @@ class Reads:
         for key, read in fetch.reads.items():
             if read.may_speculate and read.state is ReadState.CLAIMING:
                 read.may_speculate = False
-                yield from self._direct.speculate(fetch, self._peers[key], now)
+                posted = list(self._direct.speculate(fetch, self._peers[key], now))
+                yield from posted
+                if posted:
+                    # Nothing else is planned before its bytes move.
+                    continue
             # What has been read already only waits for the grant, which may be there any moment.
             if read.may_prepare and read.state in UNGRANTED and read.state is not ReadState.SPECULATED:
                 read.may_prepare = False
                 with suppress(FerryError):
                     self._prepare(fetch, key)
-        for key in [key for key, read in fetch.reads.items() if read.awaits_digest]:
-            yield from self.verifier.digest(fetch, key, now)
+        for key, read in fetch.reads.items():
+            # A digest that cannot be made has ended the fetch, and with it the other reads.
+            if read.awaits_digest:
+                yield from self.verifier.digest(fetch, key, now)
 
     def _prepare(self, fetch: Fetch, key: PeerKey) -> None:
         read = fetch.reads[key]
@@ -280,6 +288,8 @@ class Reads:
     def retry(self, fetch: Fetch, now: float) -> Iterator[Step]:
         """Repeat what was not answered, end what takes too long, and plan what comes next."""
         yield from self._take_turn(fetch, now)
+        if self._fetches.get(fetch.request.claim_id) is not fetch:
+            return
         for error in fetch.overdue(self._timing, now):
             yield FetchBroken(fetch, error)
             return
