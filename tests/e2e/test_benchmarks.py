@@ -45,5 +45,5 @@ def test_it_runs_and_prints_json(words):
 def test_none_is_forgotten():
     programs = {path.name for path in BENCHMARKS.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
     # Processes that these start.
-    helpers = {"mixed_tp_source.py", "router_engine.py"}
+    helpers = {"mixed_tp_source.py", "plain_sockets.py", "router_engine.py"}
     assert programs - helpers == {words.split()[0] for words in SMALLEST} | ELSEWHERE
