@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -24,19 +24,23 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
-from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.copies import Column, Copies
 from kvferry.system import os_error_text
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import Natural, Origin, check_same, check_size, decode, origin_here
 from kvferry.transport.posting import Posting, connected
 from kvferry.transport.registered_memory import Regions, Registry
 from kvferry.transport.rowcopy.copy_queue import CopyQueue
-from kvferry.transport.vectors import MAX_VECTORS, SystemCall, Vectors, system_call, vectors_of
 
+# The kernel takes no more rows in one call.
+MAX_ROWS: Final = 1024
 # One call copies no more bytes than this, and no row is longer.
 CALL_BYTES: Final = 4 << 20
 START_FIELD: Final = 19
 """Of /proc/<pid>/stat, counted from behind the command's name: when the process was started."""
+
+Vectors = NDArray[np.uint64]
+"""What the kernel calls iovec: N x 2, address and length."""
 
 
 class CrossMemoryDescriptor(msgspec.Struct, frozen=True, tag="cma-1"):
@@ -63,6 +67,9 @@ class _Peer:
         poller.register(self.pidfd, select.POLLIN)
         if poller.poll(0):
             raise TransportError(f"process {self.pid} has ended")
+
+
+_Call = Callable[..., int]
 
 
 class CrossMemoryTransport:
@@ -123,9 +130,7 @@ class CrossMemoryTransport:
         known = connected(self._peers, peer)
         posting = Posting(peer, self._registry.regions, known.regions, copies, direction)
         local, remote, length = posting.columns(CALL_BYTES)
-        return self._queue.submit(
-            peer, self._copy(known, direction, vectors_of(local, length), vectors_of(remote, length))
-        )
+        return self._queue.submit(peer, self._copy(known, direction, _vectors(local, length), _vectors(remote, length)))
 
     def cancel(self, ticket: Ticket) -> None:
         self._queue.drop(lambda job: job.ticket == ticket, "cancelled")
@@ -144,7 +149,7 @@ class CrossMemoryTransport:
         or brings less than it was asked for."""
         call, first = self._calls[direction], 0
         while first < len(local):
-            part = slice(first, first + _num_rows(local[first : first + MAX_VECTORS, 1]))
+            part = slice(first, first + _num_rows(local[first : first + MAX_ROWS, 1]))
             first = part.stop
             if direction is Direction.WRITE:
                 peer.check_alive()
@@ -160,8 +165,8 @@ class CrossMemoryTransport:
             return
         scratch = np.zeros(1, np.uint8)
         length = np.ones(1, np.uint64)
-        local = vectors_of(np.array([scratch.ctypes.data], np.uint64), length)
-        remote = vectors_of(peer.regions.address[:1], length)
+        local = _vectors(np.array([scratch.ctypes.data], np.uint64), length)
+        remote = _vectors(peer.regions.address[:1], length)
         try:
             for _ in self._copy(peer, Direction.READ, local, remote):
                 pass
@@ -173,7 +178,11 @@ class CrossMemoryTransport:
             ) from error
 
 
-def _copied(call: SystemCall, peer: _Peer, local: Vectors, remote: Vectors) -> int:
+def _vectors(address: Column, length: Column) -> Vectors:
+    return np.ascontiguousarray(np.stack([address, length], axis=1))
+
+
+def _copied(call: _Call, peer: _Peer, local: Vectors, remote: Vectors) -> int:
     """Make one call; the number of bytes that it copied. Raises TransportError when the kernel refuses."""
     copied = int(call(peer.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0))
     if copied < 0:
@@ -189,9 +198,20 @@ def _num_rows(length: NDArray[np.uint64]) -> int:
     return max(1, int(np.searchsorted(np.cumsum(length), CALL_BYTES, side="right")))
 
 
-def _call(name: str) -> SystemCall:
+def _call(name: str) -> _Call:
+    library = ctypes.CDLL(None, use_errno=True)
+    try:
+        call = library[name]
+    except AttributeError as error:
+        raise TransportError(
+            "this system cannot copy between processes", found=f"no {name}", expected="Linux"
+        ) from error
+    if ctypes.sizeof(ctypes.c_void_p) != np.dtype(np.uint64).itemsize:
+        raise TransportError("copying between processes needs 64-bit addresses")
+    call.restype = ctypes.c_ssize_t
     pointer, number = ctypes.c_void_p, ctypes.c_ulong
-    return system_call(name, ctypes.c_int, pointer, number, pointer, number, number)
+    call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
+    return call
 
 
 def _start_time(pid: int) -> int:

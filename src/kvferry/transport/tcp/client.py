@@ -13,7 +13,10 @@ from kvferry.errors import FerryError, TransportError
 from kvferry.plan.programs.copies import Column
 from kvferry.system import os_error_text
 from kvferry.transport.base import Completion, Direction, Ticket
+from kvferry.transport.registered_memory import LocatedRows, Offsets
+from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
 from kvferry.transport.tcp.connection import (
+    CHUNK_BYTES,
     MAX_ROWS,
     Challenge,
     Connection,
@@ -22,9 +25,6 @@ from kvferry.transport.tcp.connection import (
     open_connection,
     proof_of,
 )
-from kvferry.transport.tcp.row_stream import Lend, RowStream
-
-OWNER = "this process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,19 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """A posted ticket: rows of at most CHUNK_BYTES, by address in this process and in the peer's."""
+    """A posted ticket: rows of at most CHUNK_BYTES, located in local memory, by address in the peer's."""
 
     ticket: Ticket
     direction: Direction
-    local: Column
+    local: LocatedRows
     remote: Column
-    length: Column
+    length: Offsets
 
     def parts(self) -> Iterator[Transfer]:
         """Cut to the size of one request."""
         for first in range(0, len(self.length), MAX_ROWS):
             part = slice(first, first + MAX_ROWS)
-            yield Transfer(self.ticket, self.direction, self.local[part], self.remote[part], self.length[part])
-
-
-class Refused(TransportError):
-    """The peer's word about one request, after which it waits for the next."""
+            yield Transfer(self.ticket, self.direction, self.local.subset(part), self.remote[part], self.length[part])
 
 
 class PeerClient:
@@ -63,11 +59,8 @@ class PeerClient:
     When the connection fails, all waiting transfers end with its reason; the next one opens a new connection.
     """
 
-    def __init__(
-        self, address: PeerAddress, lend: Lend, ended: SimpleQueue[Completion], stall_timeout_s: float
-    ) -> None:
+    def __init__(self, address: PeerAddress, ended: SimpleQueue[Completion], stall_timeout_s: float) -> None:
         self._address = address
-        self._lend = lend
         self._ended = ended
         self._stall_timeout_s = stall_timeout_s
         self._transfers: SimpleQueue[Transfer | str] = SimpleQueue()
@@ -76,6 +69,7 @@ class PeerClient:
         self._connection: Connection | None = None
         self._proof = b""
         self._stopped = ""
+        self._staging = np.empty(2 * CHUNK_BYTES, np.uint8)
         self._thread = threading.Thread(target=self._work, name="kvferry-tcp-client", daemon=True)
         self._thread.start()
 
@@ -115,8 +109,8 @@ class PeerClient:
         """The error of the ticket, or nothing."""
         try:
             return self._move(transfer)
-        except Refused as error:
-            return str(error)  # The connection is still usable.
+        except TransportError as error:
+            return str(error)  # A refusal. The connection is still usable.
         except (OSError, FerryError) as error:
             reason = self._stopped or f"connection to {self._address.host}:{self._address.port}: {os_error_text(error)}"
         except Exception as error:  # noqa: BLE001 - the top of a thread: the ticket must end whatever happens
@@ -128,19 +122,37 @@ class PeerClient:
         for part in transfer.parts():
             if self._stopped or transfer.ticket in self._cancelled:
                 return self._stopped or "cancelled"
-            connection, rows = self._connected()
-            columns = np.stack((part.remote, part.length)).astype("<u8", copy=False)
+            connection = self._connected()
+            columns = np.stack((part.remote, part.length.astype(np.uint64))).astype("<u8", copy=False)
             request = Request(self._proof, part.direction, len(part.length))
             connection.send_message(request, columns.tobytes())
             _expect_granted(connection)
             if part.direction is Direction.READ:
-                rows.receive(part.local, part.length)
+                self._receive(connection, part)
             else:
-                rows.send(part.local, part.length)
+                self._send(connection, part)
                 _expect_granted(connection)
         return ""
 
-    def _connected(self) -> tuple[Connection, RowStream]:
+    def _receive(self, connection: Connection, part: Transfer) -> None:
+        for chunk in stream_chunks(part.length, CHUNK_BYTES):
+            sizes, side = part.length[chunk], part.local.subset(chunk)
+            if len(sizes) == 1:
+                connection.receive_into(_only_row(side, sizes))
+                continue
+            connection.receive_into(self._staging.data[: int(sizes.sum())])
+            scatter(self._staging, side, sizes)
+
+    def _send(self, connection: Connection, part: Transfer) -> None:
+        for chunk in stream_chunks(part.length, CHUNK_BYTES):
+            sizes, side = part.length[chunk], part.local.subset(chunk)
+            if len(sizes) == 1:
+                connection.send(_only_row(side, sizes))
+                continue
+            gather(side, sizes, self._staging)
+            connection.send(self._staging.data[: int(sizes.sum())])
+
+    def _connected(self) -> Connection:
         if self._connection is None:
             connection = open_connection((self._address.host, self._address.port), self._stall_timeout_s)
             with self._lock:
@@ -148,8 +160,7 @@ class PeerClient:
                 if self._stopped:
                     connection.interrupt()
             self._proof = proof_of(self._address.key, connection.receive_message(Challenge))
-            self._rows = RowStream(connection, self._lend, OWNER)
-        return self._connection, self._rows
+        return self._connection
 
     def _disconnect(self, reason: str) -> None:
         with self._lock:
@@ -169,7 +180,12 @@ class PeerClient:
         self._ended.put(Completion(transfer.ticket, error))
 
 
+def _only_row(side: LocatedRows, sizes: Offsets) -> memoryview:
+    start = int(side.view_offsets[0])
+    return side.views[int(side.view_index[0])].data[start : start + int(sizes[0])]
+
+
 def _expect_granted(connection: Connection) -> None:
     reply = connection.receive_message(Reply)
     if reply.error:
-        raise Refused("the peer refused the rows", found=reply.error)
+        raise TransportError("the peer refused the rows", found=reply.error)

@@ -20,7 +20,8 @@ from kvferry.plan.programs.copies import Column
 from kvferry.system import os_error_text
 from kvferry.transport.base import Direction
 from kvferry.transport.machine.addresses import family_of, resolve
-from kvferry.transport.registered_memory import Regions, Registry
+from kvferry.transport.registered_memory import Offsets, Registry, View
+from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
 from kvferry.transport.tcp.connection import (
     CHALLENGE_BYTES,
     CHUNK_BYTES,
@@ -31,7 +32,6 @@ from kvferry.transport.tcp.connection import (
     Request,
     proof_of,
 )
-from kvferry.transport.tcp.row_stream import RowStream
 
 MAX_CONNECTIONS = 512
 THIS = "the serving process"
@@ -154,25 +154,20 @@ class Server:
         finally:
             self._forget(threading.current_thread(), connection)
 
-    @contextmanager
-    def _lend(self) -> Iterator[Regions]:
-        with self.registration.shared():
-            yield self._registry.regions
-
     def _serve_requests(self, connection: Connection) -> None:
-        rows = RowStream(connection, self._lend, THIS)
+        staging = np.empty(2 * CHUNK_BYTES, np.uint8)
         has_requested = False
         challenge = Challenge(secrets.token_bytes(CHALLENGE_BYTES))
         connection.send_message(challenge)
         proof = proof_of(self._key, challenge)
         while not self._stopped.is_set():
             if connection.wait_readable():
-                self._answer(connection, rows, proof)
+                self._answer(connection, staging, proof)
                 has_requested = True
             elif not has_requested:
                 raise WireError("a connection without a request")
 
-    def _answer(self, connection: Connection, rows: RowStream, proof: bytes) -> None:
+    def _answer(self, connection: Connection, staging: View, proof: bytes) -> None:
         request = connection.receive_message(Request)
         if not hmac.compare_digest(request.proof, proof):
             raise WireError("a request with a wrong key")
@@ -184,11 +179,8 @@ class Server:
             connection.send_message(Reply(str(error)[:2048]))
             return
         connection.send_message(Reply(""))
-        if request.direction is Direction.READ:
-            rows.send(address, length)
-        else:
-            rows.receive(address, length)
-            connection.send_message(Reply(""))
+        serve = self._send if request.direction is Direction.READ else self._receive
+        serve(connection, (address, length), staging)
 
     def _check(self, address: Column, length: Column) -> None:
         if int(length.min()) < 1 or int(length.max()) > CHUNK_BYTES:
@@ -199,9 +191,30 @@ class Server:
             )
         self._registry.regions.check(address, length, THIS)
 
+    def _send(self, connection: Connection, rows: tuple[Column, Column], staging: View) -> None:
+        for address, length, sizes in _chunks(rows):
+            # Memory may have been unregistered since the last chunk, so each chunk is checked again.
+            with self.registration.shared():
+                gather(self._registry.regions.located(address, length, THIS), sizes, staging)
+            connection.send(staging.data[: int(sizes.sum())])
+
+    def _receive(self, connection: Connection, rows: tuple[Column, Column], staging: View) -> None:
+        for address, length, sizes in _chunks(rows):
+            connection.receive_into(staging.data[: int(sizes.sum())])
+            with self.registration.shared():
+                scatter(staging, self._registry.regions.located(address, length, THIS), sizes)
+        connection.send_message(Reply(""))
+
     def _count_rejected(self) -> None:
         with self._lock:
             self.num_rejected += 1
+
+
+def _chunks(rows: tuple[Column, Column]) -> Iterator[tuple[Column, Column, Offsets]]:
+    address, length = rows
+    sizes = length.astype(np.int64)
+    for chunk in stream_chunks(sizes, CHUNK_BYTES):
+        yield address[chunk], length[chunk], sizes[chunk]
 
 
 def _receive_columns(connection: Connection, num_rows: int) -> tuple[Column, Column]:

@@ -7,12 +7,12 @@ The bytes are neither encrypted nor signed: bind to an address that only the eng
 from __future__ import annotations
 
 import secrets
-from contextlib import nullcontext
 from itertools import count
 from queue import SimpleQueue
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from kvferry.errors import TransportError
@@ -89,7 +89,7 @@ class TcpTransport:
         regions = Regions.of(known.regions)
         try:
             address = PeerAddress(known.host, known.port, known.key)
-            client = PeerClient(address, self._lend, self._ended, self._stall_timeout_s)
+            client = PeerClient(address, self._ended, self._stall_timeout_s)
         except RuntimeError as error:
             hint = "the limit is ulimit -u, or pids.max of a container"
             raise TransportError("no thread can be started for tcp", found=str(error), hint=hint) from error
@@ -109,14 +109,11 @@ class TcpTransport:
         """Raises TransportError when the peer is not connected or a row leaves registered memory."""
         client, regions = connected(self._peers, peer)
         local, remote, length = Posting(peer, self._registry.regions, regions, copies, direction).columns(CHUNK_BYTES)
+        located = self._registry.regions.located(local, length, f"this process ({direction})")
         ticket = Ticket(next(self._numbers))
         self._open[ticket] = client
-        client.submit(Transfer(ticket, direction, local, remote, length))
+        client.submit(Transfer(ticket, direction, located, remote, length.astype(np.int64)))
         return ticket
-
-    def _lend(self) -> nullcontext[Regions]:
-        """Memory of an open ticket stays registered: that is a duty of whoever posts one."""
-        return nullcontext(self._registry.regions)
 
     def cancel(self, ticket: Ticket) -> None:
         if ticket in self._open:
