@@ -76,7 +76,7 @@ class _Ours(msgspec.Struct, frozen=True):
     epoch: NonEmptyName
     lease_id: NonEmptyName
     addresses: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_RANKS)]
-    is_foreknown: bool = False
+    is_early: bool = False
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -145,12 +145,12 @@ def to_params(
     block_tables: Sequence[Sequence[int]],
     num_tokens: int,
     *,
-    is_foreknown: bool = False,
+    is_early: bool = False,
 ) -> dict[str, object]:
     """The parameters for the decode side, as JSON-ready values.
 
     The block lists, one per cache group as of vLLM's own connector, say where reading may begin while the source is
-    asked, and nothing that we rely on. There is none while the blocks are not known. With `is_foreknown` a device may
+    asked, and nothing that we rely on. There is none while the blocks are not known. With `is_early` a device may
     still write to them: nobody reads there before the source says so.
     """
     first = urlsplit(addresses[0])
@@ -165,7 +165,7 @@ def to_params(
         "remote_port": first.port,
         "remote_num_tokens": num_tokens,
         "tp_size": len(addresses),
-        "kvferry": ours | ({"is_foreknown": True} if is_foreknown else {}),
+        "kvferry": ours | ({"is_early": True} if is_early else {}),
     }
 
 
@@ -195,7 +195,7 @@ def _referred(params: object, reach: Reach) -> RemoteCache:
     _check_text(read.remote_engine_id, read.remote_request_id, ours.epoch, ours.lease_id)
     _check_addresses(ours.addresses, reach)
     reference = Reference(read.remote_engine_id, ours.epoch, read.remote_request_id, ours.lease_id)
-    return RemoteCache(reference, ours.addresses, () if ours.is_foreknown else _block_tables(params))
+    return RemoteCache(reference, ours.addresses, () if ours.is_early else _block_tables(params))
 
 
 def _block_tables(params: object) -> tuple[tuple[int, ...], ...]:

@@ -79,7 +79,7 @@ def test_what_was_read_before_it_was_computed_is_read_again(pair):
     oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
     source.agent.grow(LeaseProgress("r1", SOURCE_TABLES, NUM_TOKENS))
     arrived(source, target)
-    assert target.agent.counts["reads_repeated", "awaited"] == 1
+    assert target.agent.counts["reads_repeated", "early"] == 1
 
 
 def test_a_claim_that_is_faster_than_the_lease_is_not_trusted(pair):
@@ -93,7 +93,7 @@ def test_a_claim_that_is_faster_than_the_lease_is_not_trusted(pair):
         time.sleep(0.001)
     source.agent.lease(LeaseRequest("r1", lease_id, SOURCE_TABLES, NUM_TOKENS))
     arrived(source, target)
-    assert target.agent.counts["reads_repeated", "awaited"] == 1
+    assert target.agent.counts["reads_repeated", "early"] == 1
 
 
 @pytest.mark.parametrize("tables", [((-1, 3),), ((1 << 60,),), (("3",),)])

@@ -26,7 +26,7 @@ def test_params_say_where_the_blocks_are_or_nothing_of_use():
     of_no_use = [[], [3, 5], "abc", None, 7, [[-1]], [[1 << 60]], [["3"]], [[3.5]], [[]] * 65, {"a": [3]}]
     for blocks in of_no_use:
         assert from_params(params(remote_block_ids=blocks)).block_tables == ()
-    late = to_params(REFERENCE, [ADDRESS], [[3, 5]], 7, is_foreknown=True)
+    late = to_params(REFERENCE, [ADDRESS], [[3, 5]], 7, is_early=True)
     assert (late["remote_block_ids"], from_params(late).block_tables) == ([[3, 5]], ())
     without = {key: value for key, value in params().items() if key != "remote_block_ids"}
     assert from_params(without).block_tables == ()

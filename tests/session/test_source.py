@@ -217,7 +217,7 @@ def test_a_claim_that_is_faster_than_the_engine_waits_for_its_lease(source):
     assert source.next_deadline() == 1 + TIMING.early_claim_s
     assert source.handle(said(EARLY), 2) == [Reply("x", m.Renewed(()))], "somebody is here"
     (granted,) = source.handle(LEASE, 3)
-    assert granted == Reply("x", m.Grant("c1", LEASE.block_tables, was_awaited=True))
+    assert granted == Reply("x", m.Grant("c1", LEASE.block_tables, is_early=True))
     assert source.next_deadline() == 3 + TIMING.lease_s
 
 

@@ -42,7 +42,7 @@ TABLES = ((3, 5),)
 WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 6),), source_tables=TABLES)
 KEY, READ = ReadKey("q1", PEER), TicketEnded(ReadKey("q1", PEER), "")
 CLAIM, GRANT = Send(PEER, m.Claim(TARGET, "q1", REFERENCE, 6, (0,))), answer(m.Grant("q1", TABLES))
-ELSEWHERE, AWAITED = answer(m.Grant("q1", ((3, 6),))), answer(m.Grant("q1", TABLES, was_awaited=True))
+ELSEWHERE, EARLY = answer(m.Grant("q1", ((3, 6),))), answer(m.Grant("q1", TABLES, is_early=True))
 VALID = answer(m.Valid("q1"))
 FAILED = [Count, FetchFailed, Cancel(KEY), ABORT]
 
@@ -91,7 +91,7 @@ def test_bytes_that_are_there_before_the_grant_wait_for_it():
     assert (fetched.report.num_rows, fetched.report.strategy) == (len(rows(met(WANTED, CLAIM, Post), TABLES)), "direct")
 
 
-@pytest.mark.parametrize(("grant", "why"), [(ELSEWHERE, "other_blocks"), (AWAITED, "awaited")])
+@pytest.mark.parametrize(("grant", "why"), [(ELSEWHERE, "other_blocks"), (EARLY, "early")])
 def test_what_is_not_granted_is_read_again_at_once_where_it_is_there_already(grant, why):
     session = met(WANTED, CLAIM, Post)
     post = play(session, [(0.4, READ, []), (0.5, grant, [Count("reads_repeated", why), Post])])[-1]
@@ -100,7 +100,7 @@ def test_what_is_not_granted_is_read_again_at_once_where_it_is_there_already(gra
     assert fetched.report.num_bytes == post.copies.num_bytes
 
 
-@pytest.mark.parametrize(("grant", "why"), [(ELSEWHERE, "other_blocks"), (AWAITED, "awaited")])
+@pytest.mark.parametrize(("grant", "why"), [(ELSEWHERE, "other_blocks"), (EARLY, "early")])
 def test_what_is_not_granted_is_read_again_when_its_ticket_has_ended(grant, why):
     session = met(WANTED, CLAIM, Post)
     counted = Count("reads_repeated", why)
@@ -180,20 +180,20 @@ def test_what_is_read_again_has_its_own_time():
 # --- the source's side ---
 
 
-def test_a_lease_is_said_to_be_awaited_by_whoever_asks():
+def test_a_lease_is_said_to_be_early_by_whoever_asks():
     source = source_session(TIMING)
     lease = LeaseRequest("r1", "l1", TABLES, 6, prompt=Prompt.of(range(6)))
     claim = m.Claim(TARGET, "q1", REFERENCE, 6, (0,))
-    awaited = Reply("x", m.Grant("q1", TABLES, was_awaited=True))
-    play(source, [(0, said(claim), []), (1, lease, [awaited]), (2, said(claim), [awaited])])
+    granted = Reply("x", m.Grant("q1", TABLES, is_early=True))
+    play(source, [(0, said(claim), []), (1, lease, [granted]), (2, said(claim), [granted])])
 
 
-def test_a_lease_is_said_to_be_awaited_long_after_somebody_has_asked():
+def test_a_lease_is_said_to_be_early_long_after_somebody_has_asked():
     source, early = source_session(TIMING), TIMING.early_claim_s
     claim = m.Claim(TARGET, "q1", REFERENCE, 6, (0,))
     play(source, [(0, said(claim), []), (early, Tick(), [Reply, Count])])
-    awaited = Reply("x", m.Grant("q1", TABLES, was_awaited=True))
-    play(source, [(early + 1, LeaseRequest("r1", "l1", TABLES, 6), []), (early + 2, said(claim), [awaited])])
+    granted = Reply("x", m.Grant("q1", TABLES, is_early=True))
+    play(source, [(early + 1, LeaseRequest("r1", "l1", TABLES, 6), []), (early + 2, said(claim), [granted])])
 
 
 def test_who_asks_is_remembered_for_so_long_and_no_longer():
@@ -207,13 +207,13 @@ def test_who_asks_is_remembered_for_so_long_and_no_longer():
     assert source.next_deadline() == float("inf")
 
 
-def test_too_many_who_ask_make_every_lease_an_awaited_one(monkeypatch):
+def test_too_many_who_ask_make_every_lease_an_early_one(monkeypatch):
     monkeypatch.setattr("kvferry.session.source.early_messages.MAX_ASKED_FOR", 1)
     source = source_session(TIMING)
     other = m.Claim(TARGET, "q2", replace_reference("l2"), 6, (0,))
     play(source, [(0, said(other), []), (1, LeaseRequest("r1", "l1", TABLES, 6), [])])
     claim = m.Claim(TARGET, "q1", REFERENCE, 6, (0,))
-    play(source, [(2, said(claim), [Reply("x", m.Grant("q1", TABLES, was_awaited=True))])])
+    play(source, [(2, said(claim), [Reply("x", m.Grant("q1", TABLES, is_early=True))])])
 
 
 def replace_reference(lease_id):
@@ -230,15 +230,15 @@ def test_a_source_helps_those_who_read_what_it_does_not_grant():
     assert not source.may_be_read(1.0 + TIMING.transfer_s)
 
 
-@pytest.mark.parametrize("how", ["is_growing", "is_foreknown"])
-def test_what_may_have_been_known_too_early_is_said_to_be_awaited(how):
+@pytest.mark.parametrize("how", ["is_growing", "is_early"])
+def test_what_may_have_been_known_too_early_is_said_to_be_early(how):
     source = source_session(TIMING)
     nothing = m.Claim(TARGET, "q1", REFERENCE, 0, (0,))
     lease = replace(LeaseRequest("r1", "l1", TABLES, 6), **{how: True})
-    play(source, [(0, lease, []), (1, said(nothing), [Reply("x", m.Grant("q1", TABLES, was_awaited=True))])])
+    play(source, [(0, lease, []), (1, said(nothing), [Reply("x", m.Grant("q1", TABLES, is_early=True))])])
 
 
-def test_a_lease_that_began_before_anybody_asked_is_not_awaited():
+def test_a_lease_that_began_before_anybody_asked_is_not_early():
     source = source_session(TIMING)
     claim = m.Claim(TARGET, "q1", REFERENCE, 6, (0,))
     play(source, [(0, LeaseRequest("r1", "l1", TABLES, 6), []), (1, said(claim), [Reply("x", m.Grant("q1", TABLES))])])

@@ -43,7 +43,7 @@ class LeaseRequest:
 
     With `is_growing` it computes the request still, and will have `num_tokens` tokens: `LeaseProgress` says how many of
     them are there.
-    With `is_foreknown` its reference may be read before all of it is computed, as it always may with `is_growing`: then
+    With `is_early` its reference may be read before all of it is computed, as it always may with `is_growing`: then
     what a target has read before the grant counts for nothing.
     Claims for another `prompt` are refused, and all claims if it `is_unnamed`. `first_token` is what the engine has
     sampled after these tokens; readers that compute none of them need that.
@@ -57,7 +57,7 @@ class LeaseRequest:
     prompt: Prompt = UNKNOWN_PROMPT
     is_unnamed: bool = False
     first_token: FirstToken | None = None
-    is_foreknown: bool = False
+    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

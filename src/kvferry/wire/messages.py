@@ -201,14 +201,14 @@ class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
     """The source lets the target read: one block table per cache group, for as long as the lease is renewed.
 
     Where the source writes: it has begun. There are no tables then. `num_missing_tokens` of what was claimed are not
-    computed yet. With `was_awaited` somebody may have known of the lease before all of it was computed: what was read
+    computed yet. With `is_early` somebody may have known of the lease before all of it was computed: what was read
     before this grant counts for nothing.
     """
 
     claim_id: Name
     block_tables: tuple[tuple[BlockId, ...], ...]
     num_missing_tokens: Count = 0
-    was_awaited: bool = False
+    is_early: bool = False
 
 
 class Pack(Struct, frozen=True, tag="pack", forbid_unknown_fields=True):

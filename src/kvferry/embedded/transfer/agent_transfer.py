@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvferry import (
     UNKNOWN_PROMPT,
@@ -229,8 +229,8 @@ class AgentTransfer:
 def _wanted(request_id: str, remote: RemoteCache, block_tables: BlockTables, prompt: Prompt) -> FetchRequest:
     ranges = (TokenRange(0, prompt.num_tokens),) * len(block_tables)
     name = prompt.name(remote.reference.lease_id)
-    wanted = FetchRequest(request_id, remote.reference, remote.addresses, block_tables, ranges, prompt=name)
-    return replace(wanted, source_tables=remote.block_tables)
+    names = request_id, remote.reference, remote.addresses
+    return FetchRequest(*names, block_tables, ranges, prompt=name, source_tables=remote.block_tables)
 
 
 def _one_line(error: TransferError) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 
 from kvferry.wire.messages import Abort, Claim, Party
@@ -67,7 +67,7 @@ class EarlyMessages:
     def next_deadline(self) -> float:
         """When the next message has waited, or is remembered, long enough; infinity when there is none."""
         waiting = (early.deadline for early in self._waiting.values())
-        return min(*waiting, *islice(self._asked_for.values(), 1), inf, inf)
+        return min(chain(waiting, islice(self._asked_for.values(), 1)), default=inf)
 
     def opened(self, lease_id: str) -> list[EarlyMessage]:
         """Take out what waited for a lease."""

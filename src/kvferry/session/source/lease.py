@@ -67,14 +67,14 @@ class Lease:
 
     A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages. `ended_as`
     says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more. With
-    `was_awaited` its id was known before it began, or before all of it was computed.
+    `is_early` its id was known before it began, or before all of it was computed.
     """
 
     request: LeaseRequest
     machine: StateMachine
     deadline: float
     num_ready: int
-    was_awaited: bool = False
+    is_early: bool = False
     ahead: Ahead = NOT_AHEAD
     waiting: dict[Party, tuple[str, Claim]] = field(default_factory=dict)
     readers: frozenset[int] = frozenset()
@@ -87,12 +87,12 @@ class Lease:
     is_freed: bool = False
 
     @classmethod
-    def opened(cls, request: LeaseRequest, deadline: float, is_awaited: bool) -> Lease:
+    def opened(cls, request: LeaseRequest, deadline: float, is_asked_for: bool) -> Lease:
         """A lease that nobody's claim was granted of yet, though one may be waiting."""
         machine = StateMachine(f"lease {request.lease_id}", LEASE_TABLE, LeaseState.OPEN)
         num_ready = 0 if request.is_growing else request.num_tokens
-        was_awaited = is_awaited or request.is_growing or request.is_foreknown
-        return cls(request, machine, deadline, num_ready, was_awaited, first_token=request.first_token)
+        is_early = is_asked_for or request.is_growing or request.is_early
+        return cls(request, machine, deadline, num_ready, is_early, first_token=request.first_token)
 
     @property
     def live(self) -> bool:

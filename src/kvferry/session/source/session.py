@@ -205,7 +205,7 @@ class SourceSession:
         self._leases.claim(lease, claim, now)
         self._completed_reads.started(lease, claim.party)
         return [
-            Reply(peer, m.Grant(claim.claim_id, lease.request.block_tables, was_awaited=lease.was_awaited)),
+            Reply(peer, m.Grant(claim.claim_id, lease.request.block_tables, is_early=lease.is_early)),
             *shared,
         ]
 

@@ -37,7 +37,7 @@ class TrustEarly(TargetSession):
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
         if isinstance(event, AnswerArrived) and isinstance(event.message, Grant):
-            event = replace(event, message=structs.replace(event.message, was_awaited=False))
+            event = replace(event, message=structs.replace(event.message, is_early=False))
         return super().handle(event, now)
 
 

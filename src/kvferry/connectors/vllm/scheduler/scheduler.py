@@ -224,7 +224,7 @@ class Scheduler:
         self._orders.leases.append(lease)
         reference = Reference(self._engine_id, self._ranks[0].epoch, agent_name(lease.request_id), lease.lease_id)
         addresses, num_tokens = [rank.address for rank in self._ranks], lease.num_tokens
-        return True, to_params(reference, addresses, tables, num_tokens, is_foreknown=self._writes_late)
+        return True, to_params(reference, addresses, tables, num_tokens, is_early=self._writes_late)
 
     def _release_if_nobodys(self, request_id: str, params: Mapping[str, Any]) -> None:
         if self._readers.is_nobodys(request_id):
@@ -304,5 +304,5 @@ def _fetch(
 
 def _order(request_id: str, remote: RemoteCache, tables: Tables, ranges: tuple[TokenRange, ...]) -> FetchOrder:
     is_waited_for = any(len(tokens) for tokens in ranges)
-    order = FetchOrder(request_id, remote.reference, remote.addresses, tables, ranges, is_waited_for, "")
-    return replace(order, source_tables=remote.block_tables)
+    names, source_tables = (request_id, remote.reference, remote.addresses), remote.block_tables
+    return FetchOrder(*names, tables, ranges, is_waited_for, "", source_tables=source_tables)

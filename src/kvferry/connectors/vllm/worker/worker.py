@@ -191,8 +191,8 @@ class Worker:
             return
         ours = self._ours()
         tables = ours.described.tables(order.block_tables)
-        names = name, order.lease_id, tables, order.num_tokens, False, order.prompt, False
-        wanted = LeaseRequest(*names, order.first_token, is_foreknown=ours.deferred.may_wait)
+        names, first = (name, order.lease_id, tables, order.num_tokens), order.first_token
+        wanted = LeaseRequest(*names, prompt=order.prompt, first_token=first, is_early=ours.deferred.may_wait)
         ours.deferred.give(partial(self._tell_lease, wanted))
 
     def _tell_lease(self, wanted: LeaseRequest) -> None:
@@ -233,8 +233,8 @@ class Worker:
             return
         ours = self._ours()
         tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
-        wanted = FetchRequest(name, order.reference, order.addresses, tables, ranges, prompt=order.prompt)
-        wanted = replace(wanted, source_tables=order.source_tables)
+        names, source_tables = (name, order.reference, order.addresses), order.source_tables
+        wanted = FetchRequest(*names, tables, ranges, prompt=order.prompt, source_tables=source_tables)
         ours.deferred.give(partial(ours.agent.fetch, wanted))
 
     def _is_over(self) -> bool:

@@ -78,7 +78,7 @@ class DirectReads:
         """Why what was read before this grant counts for nothing, as a label; empty if it counts."""
         if grant.block_tables != self._presumed_tables(fetch, key):
             return "other_blocks"
-        return "awaited" if grant.was_awaited else ""
+        return "early" if grant.is_early else ""
 
     def _presumed_tables(self, fetch: Fetch, key: PeerKey) -> BlockTables:
         """The source's blocks as the reference has them; none where it has not as many tables as there are groups."""

@@ -247,14 +247,13 @@ class Reads:
             read.start_again(now)
             read.last_sent = now
             yield Send(key, self._claim_of(fetch, key))
-        elif read.state is ReadState.SPECULATED:
-            if error:
-                yield Count("reads_repeated", Reason.TRANSPORT)
-                read.machine.move("misread")
-                read.start_again(now)
+        elif error and read.state is ReadState.SPECULATED:
+            yield Count("reads_repeated", Reason.TRANSPORT)
+            read.machine.move("misread")
+            read.start_again(now)
         elif error:
             yield FetchBroken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
-        elif not read.movers:
+        elif read.state is ReadState.LANDED:
             yield from self.verifier.landed(fetch, key, now)
 
     def _take_turn(self, fetch: Fetch, now: float) -> Iterator[Step]:
