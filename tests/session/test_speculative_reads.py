@@ -11,6 +11,7 @@ from session_cases import (
     OFFER,
     PEER,
     REFERENCE,
+    RENEW,
     SOURCE,
     SOURCE_LAYOUT,
     TARGET,
@@ -164,6 +165,36 @@ def test_one_table_is_that_of_every_cache_group():
     play(session, [(0.4, answer(m.Grant("q1", TABLES * 2)), []), (0.5, READ, [LANDED]), (0.6, VALID, [Fetched])])
 
 
+def test_a_misread_claim_is_repeated_once_and_its_lease_renewed_meanwhile():
+    session = met(WANTED, CLAIM, Post)
+    play(session, [(0.4, ELSEWHERE, [Count, Cancel])])
+    assert RENEW in session.handle(Tick(), 1.2)
+    play(session, [(2.6, answer(m.Renewed(())), []), (2.7, READ, [CLAIM]), (2.8, Tick(), [])])
+    play(session, [(3.0, ELSEWHERE, [Post]), (3.1, AbortRequest("q1"), FAILED), (3.2, READ, [BlocksReleased("q1")])])
+
+
+@pytest.mark.parametrize("before", [[], [(0.4, READ, [])]], ids=["speculating", "speculated"])
+def test_a_source_that_says_wait_is_waited_for(before):
+    session = met(WANTED, CLAIM, Post)
+    play(session, before)
+    for now in range(1, 60):
+        session.handle(answer(m.Queued("q1")), now)
+        assert not [each for each in session.handle(Tick(), now) if isinstance(each, FetchFailed)]
+
+
+def test_what_is_digested_is_planned_when_nothing_else_is_to_be_done():
+    """Not before the bytes move, nor between their arrival and a grant that is expected any moment."""
+    session = met(WANTED, CLAIM, Post)
+    (fetch,) = session._fetches.values()
+    assert not fetch.reads[PEER].is_prepared
+    waiting = met(WANTED, CLAIM, Post)
+    play(waiting, [(0.4, READ, []), (0.4, Tick(), [])])
+    (other,) = waiting._fetches.values()
+    assert not other.reads[PEER].is_prepared
+    play(session, [(0.4, Tick(), [])])
+    assert fetch.reads[PEER].is_prepared
+
+
 def test_what_is_read_again_has_its_own_time():
     session = met(WANTED, CLAIM, Post)
     play(session, [(0.4, ELSEWHERE, [Count, Cancel])])
@@ -210,21 +241,19 @@ def test_who_asks_is_remembered_for_so_long_and_no_longer():
 def test_too_many_who_ask_make_every_lease_an_early_one(monkeypatch):
     monkeypatch.setattr("kvferry.session.source.early_messages.MAX_ASKED_FOR", 1)
     source = source_session(TIMING)
-    other = m.Claim(TARGET, "q2", replace_reference("l2"), 6, (0,))
-    play(source, [(0, said(other), []), (1, LeaseRequest("r1", "l1", TABLES, 6), [])])
+    others = [m.Claim(TARGET, "q2", m.Reference("p0", "epoch-1", "r1", lease_id), 6, (0,)) for lease_id in ("l2", "l3")]
+    play(source, [*((0, said(other), []) for other in others), (1, LeaseRequest("r1", "l1", TABLES, 6), [])])
+    assert len(source._early._asked_for) == 1
     claim = m.Claim(TARGET, "q1", REFERENCE, 6, (0,))
     play(source, [(2, said(claim), [Reply("x", m.Grant("q1", TABLES, is_early=True))])])
 
 
-def replace_reference(lease_id):
-    return m.Reference("p0", "epoch-1", "r1", lease_id)
-
-
-def test_a_source_helps_those_who_read_what_it_does_not_grant():
+@pytest.mark.parametrize("epoch", ["epoch-0", "epoch-1"], ids=["refused", "waits for its lease"])
+def test_a_source_helps_those_who_read_what_it_does_not_grant(epoch):
     """Some transports need its help until their tickets end."""
     source = source_session(TIMING)
     assert not source.may_be_read(0.0)
-    source.handle(said(m.Claim(TARGET, "q1", m.Reference("p0", "epoch-0", "r1", "l1"), 6, (0,))), 1.0)
+    source.handle(said(m.Claim(TARGET, "q1", m.Reference("p0", epoch, "r1", "l1"), 6, (0,))), 1.0)
     assert source.may_be_read(1.0)
     assert source.may_be_read(0.9 + TIMING.transfer_s)
     assert not source.may_be_read(1.0 + TIMING.transfer_s)

@@ -63,7 +63,7 @@ class DirectReads:
         makes sense, or bytes would go through staging memory, the grant is waited for."""
         request, read = fetch.request, fetch.reads[peer.key]
         tables = self._presumed_tables(fetch, peer.key)
-        if not (tables and request.num_tokens and read.mode.direction is Direction.READ and not read.mode.read_from):
+        if not (tables and request.num_tokens and read.mode.direction is Direction.READ):
             return
         try:
             copies = self.copies(fetch, peer, tables)

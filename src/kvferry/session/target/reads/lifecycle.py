@@ -287,8 +287,6 @@ class Reads:
     def retry(self, fetch: Fetch, now: float) -> Iterator[Step]:
         """Repeat what was not answered, end what takes too long, and plan what comes next."""
         yield from self._take_turn(fetch, now)
-        if self._fetches.get(fetch.request.claim_id) is not fetch:
-            return
         for error in fetch.overdue(self._timing, now):
             yield FetchBroken(fetch, error)
             return
