@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import queue
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import Any
@@ -78,9 +79,9 @@ def agents_over(transport: str) -> list[str]:
 
 
 class Target:
-    """Target rank 0 of a rig, with the processes of all source ranks."""
+    """Target rank 0 of a rig, with the processes of all source ranks; with all agents that there can be, or some."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, names: Sequence[str] = ()) -> None:
         self.rig = rig
         epoch = new_epoch()
         self.sources = [SourceProcess(rig, rank, epoch) for rank in range(rig.source_parallel)]
@@ -89,7 +90,7 @@ class Target:
         self._memory = np.frombuffer(self._shared.buffer, np.uint8)
         self._numbers = count()
         self._notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._agents = {name: self._agent(name) for name in agents_over(rig.transport)}
+        self._agents = {name: self._agent(name) for name in names or agents_over(rig.transport)}
         self._stages = TargetStages(rig, self._shared.memory)
         extents = [(each.address, each.size_bytes) for each in (self._shared.memory, self._stages.arena.memory)]
         self._nixl = PlainNixl(extents)

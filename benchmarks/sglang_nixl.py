@@ -135,19 +135,6 @@ class MeasuredPair(Pair):
         self.decode = MeasuredServer("decode", spec.model, spec.decode, folder / "decode.log", variant, folder)
         self._read: dict[Path, int] = {}
 
-    def pause(self) -> None:
-        """No process of these servers runs until `resume`."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for server in self.servers:
-            if server.process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(server.process.pid, number)
-
     def events(self) -> list[dict[str, Any]]:
         """What has been written since this was last asked."""
         found = []
@@ -183,7 +170,6 @@ def running(model: str, tp: tuple[int, int], name: str) -> Iterator[MeasuredPair
         say(f"logs: {folder}")
         raise
     finally:
-        pair.resume()
         pair.stop()
 
 

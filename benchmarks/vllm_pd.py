@@ -1,10 +1,13 @@
 """Prefill and decode on two real vLLM servers: our connector beside the stock NixlConnector, in one run.
 
     python benchmarks/vllm_pd.py > benchmarks/results/vllm_pd.json        # in the environment of `make test-vllm`
+    python benchmarks/vllm_pd.py --peers "stock as shipped,stock neutralised"
     KVFERRY_VLLM_DEVICE=cuda python benchmarks/vllm_pd.py                 # both servers on one GPU
 
-Three variants take turns: ours, the stock one as shipped, and the stock one without its busy polling and core pinning
+Each variant has a pair of servers of its own, and they take turns request by request: a pair that waits for its turn is
+stopped (`SIGSTOP`). The stock connector runs as shipped, or without its busy polling and core pinning
 (`neutralised/`), which on a machine with few cores is the real peer; a GPU's machine has cores enough to do without it.
+*Granted first* is ours without what the source hands out beside a reference, so that nothing is read before the grant.
 All times are what a client sees, in ms, medians:
 
 * alone: first token of one server that does everything;
@@ -17,23 +20,27 @@ A row's ratios compare whole handovers, and what they take above the floor of th
 """
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
-import platform
 import random
+import shlex
 import statistics
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import machine
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"
@@ -42,22 +49,54 @@ sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 from proxy import REMOTE_DECODE, Question, open_request  # noqa: E402
 from servers import DEVICE, Pair, PairSpec, Server, ServerSpec  # noqa: E402
 
-SIZES = (513, 2049, 8065)
-CONCURRENCY = (1, 4)
+
+@dataclass(frozen=True)
+class Way:
+    """A connector of vLLM and how it is used; ways with the same connector and path share a pair of servers."""
+
+    connector: str
+    path: str = ""
+    names_blocks: bool = True
+
+    def start(self, folder: Path) -> Pair:
+        """Two servers of their own, ready."""
+        os.environ["PYTHONPATH"] = self.path
+        pair = Pair.create(SPEC, self.connector, folder)
+        pair.start()
+        return pair
+
+    def refers(self, params: dict[str, Any]) -> dict[str, Any]:
+        return params if self.names_blocks else params | {"remote_block_ids": []}
+
+
 ON_CPU = DEVICE == "cpu"
-VARIANTS = {
-    "kvferry": ("FerryConnector", ""),
-    "stock as shipped": ("NixlConnector", ""),
-    **({"stock neutralised": ("NixlConnector", str(HERE / "neutralised"))} if ON_CPU else {}),
+OURS, GRANTED_FIRST = "kvferry", "kvferry granted first"
+# A connector, a folder that its servers import from first, and whether its references name blocks.
+WAYS = {
+    OURS: Way("FerryConnector"),
+    GRANTED_FIRST: Way("FerryConnector", names_blocks=False),
+    "stock as shipped": Way("NixlConnector"),
+    "stock neutralised": Way("NixlConnector", str(HERE / "neutralised")),
 }
-# It takes minutes where two cores poll for four processes, and differs by so much that one sample tells enough.
-RUN_ONCE = ("stock as shipped",) if ON_CPU else ()
+PEERS = "stock neutralised" if ON_CPU else "stock as shipped"
+WARM_TOKENS = 65
 FLAGS = ("--max-num-batched-tokens", "8192")
 CPU_SERVER = {"cache_bytes": 1 << 30, "flags": FLAGS}
 GPU_SERVER = {"cache_bytes": 8 << 30, "flags": FLAGS, "block_tokens": 16}
 SERVER = CPU_SERVER if ON_CPU else GPU_SERVER
 MODEL, DTYPE = ("llama", "float32") if ON_CPU else ("llama_8b_cache", "bfloat16")
 SPEC = PairSpec(MODEL, ServerSpec("kv_producer", **SERVER), ServerSpec("kv_consumer", **SERVER), dtype=DTYPE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of so many tokens, asked together."""
+
+    tokens: int
+    at_once: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, {self.at_once} at once"
 
 
 @dataclass(frozen=True)
@@ -105,9 +144,9 @@ def whole(server: Server, question: Question, body: dict[str, Any]) -> tuple[flo
     return time.perf_counter() - began, json.loads(text)
 
 
-def both_requests(pair: Pair, question: Question) -> Sample:
+def both_requests(pair: Pair, question: Question, refers: Callable[[Any], Any] = dict) -> Sample:
     prefill_s, answer = whole(pair.prefill, question, question.body(1, REMOTE_DECODE))
-    handover_s = first_token(pair.decode, question, question.body(4, answer["kv_transfer_params"]))
+    handover_s = first_token(pair.decode, question, question.body(4, refers(answer["kv_transfer_params"])))
     return Sample(prefill_s, handover_s)
 
 
@@ -130,23 +169,33 @@ def at_once(number: int, work: Callable[[Question], Any], asked: list[Question])
         return list(pool.map(work, asked))
 
 
-def measure(pair: Pair, repeats: int, dice: random.Random) -> dict[str, dict[str, list[float]]]:
-    """Per size and concurrency, the times of every request."""
-    at_once(1, lambda question: both_requests(pair, question), questions(300, 2, dice))
-    found: dict[str, dict[str, list[float]]] = {}
-    for size in SIZES:
-        for number in CONCURRENCY:
-            num_requests = repeats if number == 1 else number
-            plain = at_once(number, lambda q: alone(pair, q), questions(size, num_requests, dice))
-            asked = questions(size, num_requests, dice)
-            samples = at_once(number, lambda q: both_requests(pair, q), asked)
-            again = at_once(number, lambda q: cached(pair, q), asked)
-            found[f"{size} tokens, {number} at once"] = {
-                "alone": plain,
-                "both": [sample.prefill + sample.handover for sample in samples],
-                "handover": [sample.handover for sample in samples],
-                "floor": again,
-            }
+def turn(pair: Pair, way: Way, case: Case, dice: random.Random) -> dict[str, list[float]]:
+    """The times of one way's requests, in seconds, while no other pair runs."""
+    pair.resume()
+    both_requests(pair, *questions(WARM_TOKENS, 1, dice))
+    plain = at_once(case.at_once, lambda q: alone(pair, q), questions(case.tokens, case.at_once, dice))
+    asked = questions(case.tokens, case.at_once, dice)
+    samples = at_once(case.at_once, lambda q: both_requests(pair, q, way.refers), asked)
+    again = at_once(case.at_once, lambda q: cached(pair, q), asked)
+    pair.pause()
+    return {
+        "alone": plain,
+        "both": [sample.prefill + sample.handover for sample in samples],
+        "handover": [sample.handover for sample in samples],
+        "floor": again,
+    }
+
+
+def measure(pairs: dict[str, Pair], case: Case, repeats: int, dice: random.Random) -> dict[str, dict[str, list[float]]]:
+    """The times of every way in a case. The first turn does not count; of the others each way begins as many."""
+    found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in pairs}
+    names = list(pairs)
+    for repeat in range(repeats + 1):
+        names = names[1:] + names[:1]
+        for name in names:
+            times = turn(pairs[name], WAYS[name], case, dice)
+            for what, values in times.items() if repeat else ():
+                found[name][what] += values
     return found
 
 
@@ -165,40 +214,37 @@ def metrics_of(server: Server) -> dict[str, float]:
     return {key.replace("_sum", ""): round(sums[key] / n, 6) for key, n in counted.items() if n and key in sums}
 
 
-def run(variant: str, repeats: int, dice: random.Random) -> tuple[dict[str, dict[str, list[float]]], dict[str, float]]:
-    connector, path = VARIANTS[variant]
-    if path:
-        os.environ["PYTHONPATH"] = path
-    else:
-        os.environ.pop("PYTHONPATH", None)
-    with tempfile.TemporaryDirectory() as folder:
-        pair = Pair.create(SPEC, connector, Path(folder))
-        pair.start()
-        try:
-            return measure(pair, repeats, dice), metrics_of(pair.decode)
-        finally:
-            pair.stop()
+@contextlib.contextmanager
+def running(names: Sequence[str]) -> Iterator[dict[str, Pair]]:
+    """The pair of each way, ready and paused."""
+    pairs: dict[tuple[str, str], Pair] = {}
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            way = WAYS[name]
+            if (way.connector, way.path) not in pairs:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                pair = pairs[way.connector, way.path] = way.start(folder)
+                stack.callback(pair.stop)
+                pair.pause()
+        yield {name: pairs[WAYS[name].connector, WAYS[name].path] for name in names}
 
 
-def summary(samples: dict[str, dict[str, dict[str, list[float]]]]) -> list[dict[str, Any]]:
-    """One row per size and concurrency: medians in ms, and our handover over each stock one's."""
-    rows = []
-    for case in next(iter(samples.values())):
-        row: dict[str, Any] = {"case": case}
-        for variant, by_case in samples.items():
-            times = in_ms(by_case[case])
-            row[variant] = {
-                "alone_ms": round(times["alone"], 1),
-                "overhead_ms": round(times["both"] - times["alone"], 1),
-                "handover_ms": round(times["handover"], 1),
-                "floor_ms": round(times["floor"], 1),
-                "above_floor_ms": round(times["handover"] - times["floor"], 1),
-            }
-        for stock in [variant for variant in samples if variant != "kvferry"]:
-            for what in ("handover_ms", "above_floor_ms"):
-                row[f"{what[:-3]} / {stock}"] = ratio(row["kvferry"][what], row[stock][what])
-        rows.append(row)
-    return rows
+def summary(case: Case, samples: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """The row of a case: medians in ms, and our handover over each of the others'."""
+    row: dict[str, Any] = {"case": str(case), "samples": len(samples[OURS]["handover"])}
+    for name, by_kind in samples.items():
+        times = in_ms(by_kind)
+        row[name] = {
+            "alone_ms": round(times["alone"], 1),
+            "overhead_ms": round(times["both"] - times["alone"], 1),
+            "handover_ms": round(times["handover"], 1),
+            "floor_ms": round(times["floor"], 1),
+            "above_floor_ms": round(times["handover"] - times["floor"], 1),
+        }
+    for other in [name for name in samples if name != OURS]:
+        for what in ("handover_ms", "above_floor_ms"):
+            row[f"{what[:-3]} / {other}"] = ratio(row[OURS][what], row[other][what])
+    return row
 
 
 def in_ms(times: dict[str, list[float]]) -> dict[str, float]:
@@ -216,29 +262,29 @@ def device_name() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--sizes", default="513,2049,8065", help="tokens, one more than whole blocks")
+    parser.add_argument("--at-once", default="1,4")
+    parser.add_argument("--peers", default=PEERS, help="of " + ", ".join(name for name in WAYS if name != OURS))
     options = parser.parse_args()
     dice = random.Random(0)
-    samples: dict[str, dict[str, dict[str, list[float]]]] = {}
-    told: dict[str, dict[str, float]] = {}
-    for number in range(options.rounds):
-        for variant in [each for each in VARIANTS if number == 0 or each not in RUN_ONCE]:
-            print(f"round {number + 1} of {options.rounds}: {variant}", file=sys.stderr, flush=True)
-            found, told[variant] = run(variant, 1 if variant in RUN_ONCE else options.repeats, dice)
-            for case, times in found.items():
-                # Of a run that is cut short, what was measured is not lost.
-                print(f"{case}: {in_ms(times)}", file=sys.stderr, flush=True)
-                for name, values in times.items():
-                    samples.setdefault(variant, {}).setdefault(case, {}).setdefault(name, []).extend(values)
+    rows = []
+    with running([OURS, *options.peers.split(",")]) as pairs:
+        for size, number in product(options.sizes.split(","), options.at_once.split(",")):
+            case = Case(int(size), int(number))
+            rows.append(summary(case, measure(pairs, case, options.repeats, dice)))
+            # Of a run that is cut short, what was measured is not lost.
+            print(rows[-1], file=sys.stderr, flush=True)
+        pairs[OURS].resume()
+        told = {"decode": metrics_of(pairs[OURS].decode), "prefill": metrics_of(pairs[OURS].prefill)}
     facts = {
-        "command": f"python benchmarks/vllm_pd.py --rounds {options.rounds} --repeats {options.repeats}",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "command": shlex.join(["python", "benchmarks/vllm_pd.py", *sys.argv[1:]]),
+        "machine": machine(),
         "device": device_name(),
         "model": f"tiny {MODEL}, {DTYPE}",
         "servers": "prompts computed in one step; every server one OpenMP thread, bound to no core",
-        "rows": summary(samples),
-        "decode side's own metrics, means of the last round": told,
+        "rows": rows,
+        "our own metrics, means of the run": told,
     }
     print(json.dumps(facts, indent=2))
 

@@ -114,10 +114,15 @@ class EngineServer(ABC):
     def kill(self) -> None:
         """End the whole process group without a goodbye, as a lost machine would."""
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self.signal(signal.SIGKILL)
             self.process.wait(STOP_S)
             self.process = None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it to the whole process group, if there is one."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
     def terminate(self) -> None:
         """Ask it to end; `stop` waits for it."""
@@ -154,10 +159,22 @@ class EnginePair(ABC):
             raise
 
     def stop(self) -> None:
+        self.resume()
         for server in self.servers:
             server.terminate()
         for server in self.servers:
             server.stop()
+
+    def pause(self) -> None:
+        """No process of these servers runs until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for server in self.servers:
+            server.signal(number)
 
 
 def hold_ports(held: contextlib.ExitStack, num_ports: int = 1) -> int:
