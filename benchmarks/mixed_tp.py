@@ -113,7 +113,6 @@ def ratios(ms: Figures, chosen: str) -> Figures:
         **{name: round(ms["one copy"] / ms[what], 3) for name, what in ours.items()},
         "direct / wire": round(ms["wire"] / ms["direct"], 3),
         "direct / not shared": round(ms["direct, not shared"] / ms["direct"], 3),
-        "direct / granted first": round(ms["direct, granted first"] / ms["direct"], 3),
         "pack / pipeline": round(ms["pipeline"] / ms["pack"], 3),
         **over_the_wire(ms),
         "pack / all stages": round(ms["all stages"] / ms["pack"], 3),

@@ -35,15 +35,13 @@ __all__ = ["Target"]
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """An agent: its strategy and digest, whether sources may write a share of what is read, whether they may gather
-    straight into its slots, as they do on one host only, and whether references name blocks, so that it reads while it
-    asks."""
+    """An agent: its strategy and digest, whether sources may write a share of what is read, and whether they may gather
+    straight into its slots, as they do on one host only."""
 
     strategy: str
     digest: DigestPolicy = DigestPolicy.SAMPLED
     may_share: bool = True
     is_near: bool = True
-    reads_at_once: bool = True
 
 
 AGENTS = {
@@ -51,7 +49,6 @@ AGENTS = {
     "auto, no digest": Ours("auto", digest=DigestPolicy.OFF),
     "direct": Ours("direct"),
     "direct, not shared": Ours("direct", may_share=False),
-    "direct, granted first": Ours("direct", reads_at_once=False),
     "scatter": Ours("scatter"),
     "pack": Ours("pack"),
     "pack, as between hosts": Ours("pack", is_near=False),
@@ -185,7 +182,6 @@ class Target:
             tuple(facts["address"] for facts in self._facts),
             (self._request.table("target"),),
             self._request.ranges,
-            source_tables=(self._request.table("source"),) if AGENTS[name].reads_at_once else (),
         )
         began = time.perf_counter()
         self._agents[name].fetch(wanted)

@@ -4,10 +4,9 @@
     python benchmarks/vllm_pd.py --peers "stock as shipped,stock neutralised"
     KVFERRY_VLLM_DEVICE=cuda python benchmarks/vllm_pd.py                 # both servers on one GPU
 
-Each variant has a pair of servers of its own, and they take turns request by request: a pair that waits for its turn is
+Each way has a pair of servers of its own, and they take turns request by request: a pair that waits for its turn is
 stopped (`SIGSTOP`). The stock connector runs as shipped, or without its busy polling and core pinning
 (`neutralised/`), which on a machine with few cores is the real peer; a GPU's machine has cores enough to do without it.
-*Granted first* is ours without what the source hands out beside a reference, so that nothing is read before the grant.
 All times are what a client sees, in ms, medians:
 
 * alone: first token of one server that does everything;
@@ -52,11 +51,10 @@ from servers import DEVICE, Pair, PairSpec, Server, ServerSpec  # noqa: E402
 
 @dataclass(frozen=True)
 class Way:
-    """A connector of vLLM and how it is used; ways with the same connector and path share a pair of servers."""
+    """A connector of vLLM, and a folder that its servers import from first."""
 
     connector: str
     path: str = ""
-    names_blocks: bool = True
 
     def start(self, folder: Path) -> Pair:
         """Two servers of their own, ready."""
@@ -65,16 +63,11 @@ class Way:
         pair.start()
         return pair
 
-    def refers(self, params: dict[str, Any]) -> dict[str, Any]:
-        return params if self.names_blocks else params | {"remote_block_ids": []}
-
 
 ON_CPU = DEVICE == "cpu"
-OURS, GRANTED_FIRST = "kvferry", "kvferry granted first"
-# A connector, a folder that its servers import from first, and whether its references name blocks.
+OURS = "kvferry"
 WAYS = {
     OURS: Way("FerryConnector"),
-    GRANTED_FIRST: Way("FerryConnector", names_blocks=False),
     "stock as shipped": Way("NixlConnector"),
     "stock neutralised": Way("NixlConnector", str(HERE / "neutralised")),
 }
@@ -144,9 +137,9 @@ def whole(server: Server, question: Question, body: dict[str, Any]) -> tuple[flo
     return time.perf_counter() - began, json.loads(text)
 
 
-def both_requests(pair: Pair, question: Question, refers: Callable[[Any], Any] = dict) -> Sample:
+def both_requests(pair: Pair, question: Question) -> Sample:
     prefill_s, answer = whole(pair.prefill, question, question.body(1, REMOTE_DECODE))
-    handover_s = first_token(pair.decode, question, question.body(4, refers(answer["kv_transfer_params"])))
+    handover_s = first_token(pair.decode, question, question.body(4, answer["kv_transfer_params"]))
     return Sample(prefill_s, handover_s)
 
 
@@ -169,13 +162,13 @@ def at_once(number: int, work: Callable[[Question], Any], asked: list[Question])
         return list(pool.map(work, asked))
 
 
-def turn(pair: Pair, way: Way, case: Case, dice: random.Random) -> dict[str, list[float]]:
+def turn(pair: Pair, case: Case, dice: random.Random) -> dict[str, list[float]]:
     """The times of one way's requests, in seconds, while no other pair runs."""
     pair.resume()
     both_requests(pair, *questions(WARM_TOKENS, 1, dice))
     plain = at_once(case.at_once, lambda q: alone(pair, q), questions(case.tokens, case.at_once, dice))
     asked = questions(case.tokens, case.at_once, dice)
-    samples = at_once(case.at_once, lambda q: both_requests(pair, q, way.refers), asked)
+    samples = at_once(case.at_once, lambda q: both_requests(pair, q), asked)
     again = at_once(case.at_once, lambda q: cached(pair, q), asked)
     pair.pause()
     return {
@@ -193,7 +186,7 @@ def measure(pairs: dict[str, Pair], case: Case, repeats: int, dice: random.Rando
     for repeat in range(repeats + 1):
         names = names[1:] + names[:1]
         for name in names:
-            times = turn(pairs[name], WAYS[name], case, dice)
+            times = turn(pairs[name], case, dice)
             for what, values in times.items() if repeat else ():
                 found[name][what] += values
     return found
@@ -217,16 +210,13 @@ def metrics_of(server: Server) -> dict[str, float]:
 @contextlib.contextmanager
 def running(names: Sequence[str]) -> Iterator[dict[str, Pair]]:
     """The pair of each way, ready and paused."""
-    pairs: dict[tuple[str, str], Pair] = {}
     with contextlib.ExitStack() as stack:
+        pairs = {}
         for name in names:
-            way = WAYS[name]
-            if (way.connector, way.path) not in pairs:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                pair = pairs[way.connector, way.path] = way.start(folder)
-                stack.callback(pair.stop)
-                pair.pause()
-        yield {name: pairs[WAYS[name].connector, WAYS[name].path] for name in names}
+            pairs[name] = WAYS[name].start(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            stack.callback(pairs[name].stop)
+            pairs[name].pause()
+        yield pairs
 
 
 def summary(case: Case, samples: dict[str, dict[str, list[float]]]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -24,7 +23,7 @@ from msgspec.structs import replace
 
 from kvferry.errors import RequestError, TransferError
 from kvferry.session.commands import RemoteEngine
-from kvferry.wire.messages import BlockId, Reason, Reference
+from kvferry.wire.messages import Reason, Reference
 
 __all__ = [
     *("Reach", "RemoteCache"),
@@ -36,7 +35,6 @@ Address = Annotated[str, Meta(max_length=64)]
 # Numbers only: looking up a name that a client has chosen would let it ask any name server and wait for the answer.
 ADDRESS = re.compile(r"tcp://(?:\[([0-9a-f:]{2,39})\]|([0-9.]{7,15})):([1-9][0-9]{0,4})", re.ASCII)
 MAX_RANKS = 64
-MAX_GROUPS = 64
 MAX_ROOM = (1 << 63) - 1
 """Rooms are SGLang's `bootstrap_room`."""
 
@@ -53,13 +51,11 @@ class RemoteCache:
     """Where a request's cache is said to be: its reference and the control address of every source rank.
 
     Of a room only the address of the first rank is known: the reference names no engine until it is `at` the one that
-    `Agent.locate` has found there. `block_tables` are the source's, one per cache group, as far as they are said; a
-    target may begin to read there, and believes only what the source says.
+    `Agent.locate` has found there.
     """
 
     reference: Reference
     addresses: tuple[str, ...]
-    block_tables: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_located(self) -> bool:
@@ -69,14 +65,13 @@ class RemoteCache:
     def at(self, engine: RemoteEngine) -> RemoteCache:
         """The same cache, at the engine that listens at its address."""
         reference = replace(self.reference, engine_id=engine.engine_id, epoch=engine.epoch)
-        return RemoteCache(reference, engine.addresses, self.block_tables)
+        return RemoteCache(reference, engine.addresses)
 
 
 class _Ours(msgspec.Struct, frozen=True):
     epoch: NonEmptyName
     lease_id: NonEmptyName
     addresses: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_RANKS)]
-    is_early: bool = False
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -84,10 +79,6 @@ class _Params(msgspec.Struct, frozen=True):
     remote_engine_id: NonEmptyName
     remote_request_id: NonEmptyName
     kvferry: _Ours
-
-
-class _Blocks(msgspec.Struct, frozen=True):
-    remote_block_ids: Annotated[tuple[tuple[BlockId, ...], ...], Meta(max_length=MAX_GROUPS)] = ()
 
 
 class _InRoom(msgspec.Struct, frozen=True):
@@ -140,21 +131,14 @@ def wants_early(params: Mapping[str, object]) -> bool:
 
 
 def to_params(
-    reference: Reference,
-    addresses: Sequence[str],
-    block_tables: Sequence[Sequence[int]],
-    num_tokens: int,
-    *,
-    is_early: bool = False,
+    reference: Reference, addresses: Sequence[str], block_tables: Sequence[Sequence[int]], num_tokens: int
 ) -> dict[str, object]:
     """The parameters for the decode side, as JSON-ready values.
 
-    The block lists, one per cache group as of vLLM's own connector, say where reading may begin while the source is
-    asked, and nothing that we rely on. There is none while the blocks are not known. With `is_early` a device may
-    still write to them: nobody reads there before the source says so.
+    The block lists, one per cache group as of vLLM's own connector, say nothing that we rely on; there is none while
+    the blocks are not known.
     """
     first = urlsplit(addresses[0])
-    ours: dict[str, object] = {"epoch": reference.epoch, "lease_id": reference.lease_id, "addresses": list(addresses)}
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -165,7 +149,7 @@ def to_params(
         "remote_port": first.port,
         "remote_num_tokens": num_tokens,
         "tp_size": len(addresses),
-        "kvferry": ours | ({"is_early": True} if is_early else {}),
+        "kvferry": {"epoch": reference.epoch, "lease_id": reference.lease_id, "addresses": list(addresses)},
     }
 
 
@@ -195,14 +179,7 @@ def _referred(params: object, reach: Reach) -> RemoteCache:
     _check_text(read.remote_engine_id, read.remote_request_id, ours.epoch, ours.lease_id)
     _check_addresses(ours.addresses, reach)
     reference = Reference(read.remote_engine_id, ours.epoch, read.remote_request_id, ours.lease_id)
-    return RemoteCache(reference, ours.addresses, () if ours.is_early else _block_tables(params))
-
-
-def _block_tables(params: object) -> tuple[tuple[int, ...], ...]:
-    """Other proxies may leave them out, or write them in another way: then the source says where its blocks are."""
-    with suppress(msgspec.ValidationError):
-        return msgspec.convert(params, _Blocks).remote_block_ids
-    return ()
+    return RemoteCache(reference, ours.addresses)
 
 
 def _names_room(params: object) -> bool:

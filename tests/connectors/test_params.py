@@ -20,18 +20,6 @@ def test_params_survive_json_and_name_the_lease():
     assert (remote.reference, remote.addresses) == (REFERENCE, (ADDRESS,))
 
 
-def test_params_say_where_the_blocks_are_or_nothing_of_use():
-    assert from_params(params()).block_tables == ((3, 5),)
-    assert from_params(params()).at(RemoteEngine("p1", "e2", (ADDRESS,))).block_tables == ((3, 5),)
-    of_no_use = [[], [3, 5], "abc", None, 7, [[-1]], [[1 << 60]], [["3"]], [[3.5]], [[]] * 65, {"a": [3]}]
-    for blocks in of_no_use:
-        assert from_params(params(remote_block_ids=blocks)).block_tables == ()
-    late = to_params(REFERENCE, [ADDRESS], [[3, 5]], 7, is_early=True)
-    assert (late["remote_block_ids"], from_params(late).block_tables) == ([[3, 5]], ())
-    without = {key: value for key, value in params().items() if key != "remote_block_ids"}
-    assert from_params(without).block_tables == ()
-
-
 def test_params_keep_the_keys_that_existing_proxies_know():
     expected = {
         "do_remote_prefill": True,

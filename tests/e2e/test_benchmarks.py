@@ -22,7 +22,6 @@ SMALLEST = [
     "planner.py --repeats 1",
     "router.py --only kvferry --seconds 1 --settle-s 0.1",
     "router.py --only kvferry --seconds 1 --settle-s 0.1 --connections kept --parts latency",
-    "small_fetch.py --repeats 1 --transports shm",
     "staging.py --mebibytes 1 --repeats 1 --row-bytes 256",
     "staging_index.py --repeats 1",
     "transports.py --mebibytes 1 --repeats 1",

@@ -100,18 +100,6 @@ async def test_an_offer_is_fetched_and_the_source_is_free():
         assert warnings.labels["peer"].endswith(source.transfer.agent.address)
 
 
-@pytest.mark.parametrize("blocks", [[[1, 3]], [[2, 6]], [[]], "nonsense"])
-async def test_a_fetch_begins_where_its_reference_says_and_believes_its_source(blocks, monkeypatch):
-    async with two_sides() as (source, target):
-        params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
-        assert params["remote_block_ids"] == [[1, 3]]
-        asked, fetch = [], target.transfer.agent.fetch
-        monkeypatch.setattr(target.transfer.agent, "fetch", lambda wanted: (asked.append(wanted), fetch(wanted)))
-        await target.transfer.fetch("q1", params | {"remote_block_ids": blocks}, ((0, 5),), prompt(6))
-        expected = () if blocks == "nonsense" else tuple(map(tuple, blocks))
-        assert [wanted.source_tables for wanted in asked] == [expected]
-
-
 async def test_a_refused_fetch_raises_and_frees_both_sides():
     async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))

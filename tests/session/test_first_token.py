@@ -18,7 +18,6 @@ from kvferry.wire import messages as m
 FIRST = m.FirstToken(17, -0.5, ((17, -0.5), (3, -1.5)))
 CLAIM, LANDED = m.Claim(US, "c1", REFERENCE, 7, (0,)), m.Landed(US, "c1", "l1")
 GRANT = Reply("x", m.Grant("c1", ((3, 5),)))
-EARLY_GRANT = Reply("x", m.Grant("c1", ((3, 5),), is_early=True))
 VALID = [Reply("x", m.Valid("c1", (), FIRST)), LeaseEnded("r1", "done")]
 
 
@@ -39,7 +38,7 @@ def test_a_growing_prompt_has_it_with_its_last_tokens(source):
             (0, LeaseRequest("r1", "l1", ((),), 7, is_growing=True), []),
             (1, LeaseProgress("r1", ((3,),), 4), []),
             (2, said(CLAIM), [Reply("x", m.Queued("c1"))]),
-            (3, LeaseProgress("r1", ((3, 5),), 7, first_token=FIRST), [EARLY_GRANT]),
+            (3, LeaseProgress("r1", ((3, 5),), 7, first_token=FIRST), [GRANT]),
             (4, said(LANDED), VALID),
         ],
     )

@@ -37,7 +37,6 @@ CLAIM = m.Claim(THEM, "c1", REFERENCE, 12, (0,), Direction.READ, ((2, 0),), (Tok
 KEY = ClaimKey("l1", THEM, "c1")
 TICKET = SlotKey(KEY, 0, 0)
 GRANT, CANCEL = Reply("x", m.Grant("c1", TABLES)), Cancel(TICKET)
-EARLY_GRANT = Reply("x", m.Grant("c1", TABLES, is_early=True))
 ABORT, LANDED = m.Abort(THEM, "c1", "l1"), m.Landed(THEM, "c1", "l1")
 CLEAN, UNCLEAN = Reply("x", m.Aborted("c1", "epoch-1")), Reply("x", m.Aborted("c1", "epoch-1", is_clean=False))
 FREE, VALID, WITHDRAWN = LeaseEnded("r1", "done"), Reply("x", m.Valid("c1")), LeaseEnded("r1", "withdrawn")
@@ -107,7 +106,7 @@ def test_what_the_source_has_not_computed_waits(source):
         source,
         [
             (2, LeaseProgress("r1", ((3,),), 4), []),
-            (3, LeaseProgress("r1", TABLES, 12), [EARLY_GRANT]),
+            (3, LeaseProgress("r1", TABLES, 12), [GRANT]),
             (3, Tick(), [Post]),
         ],
     )

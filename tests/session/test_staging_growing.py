@@ -193,7 +193,7 @@ def test_blocks_that_an_engine_does_not_have_fail_what_waits_for_them(session):
 def test_a_read_waits_for_the_last_token():
     session = source()
     claim = READ_CLAIM.message
-    queued, grant = Reply("x", m.Queued("q1")), Reply("x", m.Grant("q1", SOURCE_TABLES, is_early=True))
+    queued, grant = Reply("x", m.Queued("q1")), Reply("x", m.Grant("q1", SOURCE_TABLES))
     play(session, [(0, GROWING, []), (1, said(claim), [queued]), (2, grown(8), []), (3, grown(16), [grant])])
     play(session, [(4, grown(7), []), (4, LeaseProgress("r9", ((),), 1), [])])
     session = source()

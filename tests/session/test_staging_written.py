@@ -134,7 +134,7 @@ def test_who_has_read_all_of_it_has_nothing_written(session, claim):
     """Under the same claim: its blocks are free when the lease ends, whatever else is asked for."""
     play(session, [(0, GROWING, []), *CLAIMED[1:3]])
     nothing = m.Claim(US, "q1", REFERENCE, 0, (0,))
-    play(session, [(1, said(nothing), [Reply("x", m.Grant("q1", ((),), is_early=True))]), (1, LANDED_SAID, [VALID])])
+    play(session, [(1, said(nothing), [Reply("x", m.Grant("q1", ((),)))]), (1, LANDED_SAID, [VALID])])
     assert reasons(session.handle(said(claim), 2.0)) == ["already_claimed"]
     assert reasons(session.handle(said(asked(0)), 2.0)) == ["not_claimed"]
     play(session, [(3, LeaseWithdrawn("r1"), [LeaseEnded("r1", "withdrawn")])])

@@ -162,7 +162,7 @@ def test_two_digests_that_cannot_be_made_are_one_failure(monkeypatch):
     other = replace(PEER, address="tcp://127.0.0.1:2")
     fetch.reads[other] = replace(fetch.reads[PEER], machine=replace(fetch.reads[PEER].machine))
     for read in fetch.reads.values():
-        read.may_prepare = read.may_speculate = False
+        read.may_prepare = False
         read.machine.state = ReadState.LANDED
         read.movers = set()
 

@@ -42,10 +42,10 @@ def sliding():
     return SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=32)
 
 
-def scheduler(*specs, writes_late=False):
+def scheduler(*specs):
     groups = [KVCacheGroupSpec([f"model.layers.{i}.attn"], spec) for i, spec in enumerate(specs or (full(),))]
     caches = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-    made = Scheduler("ours", caches, Prompts(), writes_late=writes_late)
+    made = Scheduler("ours", caches, Prompts())
     made.set_ranks(RANKS)
     return made
 
@@ -313,18 +313,6 @@ def test_a_finished_prefill_is_leased_with_the_addresses_of_all_ranks():
     }
     assert (lease.request_id, lease.num_tokens, lease.block_tables) == ("cmpl-here", PROMPT, ((3, 4, 5),))
     assert lease.prompt == Prompt.of(range(PROMPT))
-
-
-@pytest.mark.parametrize("writes_late", [False, True])
-def test_what_a_device_may_still_write_is_not_read_before_the_grant(writes_late):
-    made, asked = scheduler(writes_late=writes_late), request({"do_remote_decode": True})
-    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
-    _, params = made.finished(asked, TABLES)
-    assert params["remote_block_ids"] == [[3, 4, 5]], "as other proxies expect it"
-    reader, wanted = scheduler(), request(params | {"do_remote_prefill": True})
-    begun(reader, wanted)
-    (fetch,) = reader.take_orders(is_idle=False).fetches
-    assert fetch.source_tables == (() if writes_late else ((3, 4, 5),))
 
 
 def test_a_fetch_names_the_tokens_that_its_cache_must_be_of():

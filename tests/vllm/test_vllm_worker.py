@@ -381,17 +381,6 @@ def test_a_lease_that_waits_for_the_device_ends_when_the_agent_hears_of_it(rank,
     is_done.append(True)
     rank.told()
     assert (len(rank.agent.wanted), rank.agent.withdrawn) == (1, [NAMED.request_id])
-    assert rank.agent.wanted[0].is_early, "its answer may be faster than the device"
-
-
-def test_an_answer_that_is_never_faster_than_the_device_may_be_read_at_once(rank):
-    rank.worker.obey(Orders(leases=[NAMED]))
-    assert not rank.agent.wanted[0].is_early
-
-
-def test_a_fetch_begins_where_its_reference_says(rank):
-    rank.worker.obey(Orders(fetches=[replace(fetch(), source_tables=((3, 5),))]))
-    assert rank.agent.wanted[0].source_tables == ((3, 5),)
 
 
 def test_every_end_of_a_fetch_is_told_by_vllms_name_and_a_reason(rank):

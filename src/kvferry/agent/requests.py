@@ -68,7 +68,6 @@ def check_fetch(wanted: FetchRequest) -> None:
     _check_names(wanted.request_id)
     _check_reference(wanted.reference, wanted.addresses)
     _check("block ids of a fetch", wanted.block_tables, TARGET_TABLES)
-    _check("block ids of a source", wanted.source_tables, OWN_TABLES)
     check_ranges(wanted.ranges)
 
 

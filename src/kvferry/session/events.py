@@ -43,8 +43,6 @@ class LeaseRequest:
 
     With `is_growing` it computes the request still, and will have `num_tokens` tokens: `LeaseProgress` says how many of
     them are there.
-    With `is_early` its reference may be read before all of it is computed, as it always may with `is_growing`: then
-    what a target has read before the grant counts for nothing.
     Claims for another `prompt` are refused, and all claims if it `is_unnamed`. `first_token` is what the engine has
     sampled after these tokens; readers that compute none of them need that.
     """
@@ -57,7 +55,6 @@ class LeaseRequest:
     prompt: Prompt = UNKNOWN_PROMPT
     is_unnamed: bool = False
     first_token: FirstToken | None = None
-    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +131,6 @@ class FetchRequest:
     `attempt` is unique: a late message about an earlier attempt at the same request must not be taken for one about
     this attempt. The agent makes it; without it, request ids must be unique. `prompt` names the tokens up to the last
     one that is wanted: a source that has computed others refuses.
-
-    `source_tables` are the source's blocks as whoever handed on the reference says: one table per cache group of the
-    source, or one for all of them. With them reading begins before the source has granted anything; it is done again
-    where the grant has other tables. Nothing depends on whether they are right but the time that it takes.
     """
 
     request_id: str
@@ -147,7 +140,6 @@ class FetchRequest:
     ranges: tuple[TokenRange, ...]
     attempt: str = ""
     prompt: PromptName = UNNAMED
-    source_tables: tuple[tuple[int, ...], ...] = ()
 
     @property
     def claim_id(self) -> str:

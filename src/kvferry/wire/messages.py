@@ -23,7 +23,7 @@ from kvferry.plan.digests.subject import NOTHING, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
 
-WIRE_VERSION = 10
+WIRE_VERSION = 9
 
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -201,14 +201,12 @@ class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
     """The source lets the target read: one block table per cache group, for as long as the lease is renewed.
 
     Where the source writes: it has begun. There are no tables then. `num_missing_tokens` of what was claimed are not
-    computed yet. With `is_early` somebody may have known of the lease before all of it was computed: what was read
-    before this grant counts for nothing.
+    computed yet.
     """
 
     claim_id: Name
     block_tables: tuple[tuple[BlockId, ...], ...]
     num_missing_tokens: Count = 0
-    is_early: bool = False
 
 
 class Pack(Struct, frozen=True, tag="pack", forbid_unknown_fields=True):

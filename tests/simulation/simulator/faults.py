@@ -23,7 +23,6 @@ class Faults:
     `hold` (the request waits for its turn at the target, longer than a lease lasts).
     Clients: `mix` (a reference put together from two), `swap` (the reference of another prompt),
     `misdirect` (addresses in another order or of another engine),
-    `presume` (blocks of the source in another order, or before they are computed),
     `greedy` (more tokens than there are), `contest` (two engines fetch the same), `linger` (a reference arrives late).
     """
 
@@ -47,7 +46,6 @@ class Faults:
     mix: float = 0.0
     swap: float = 0.0
     misdirect: float = 0.0
-    presume: float = 0.0
     greedy: float = 0.0
     contest: float = 0.0
     late: float = 0.0
@@ -65,9 +63,8 @@ class Faults:
         """Calm, a theme, or a mixture in which each fault takes part with one chance in three."""
         theme = rng.choice(["calm", "mixture", "mixture", "mixture", "standstill", *THEMES])
         if theme == "calm":
-            slow, late, hold, grow, by_state, presume = (rng.choice([0.0, 0.3]) for _ in range(6))
-            calm = replace(CALM, slow=slow, late=late, hold=hold)
-            return replace(calm, grow=grow, tell_states=by_state, presume=presume)
+            slow, late, hold, grow, by_state = (rng.choice([0.0, 0.3]) for _ in range(5))
+            return replace(CALM, slow=slow, late=late, hold=hold, grow=grow, tell_states=by_state)
         if theme != "mixture":
             return THEMES[theme]
         drawn: dict[str, Any] = {f.name: _drawn(rng, f.name) for f in fields(cls) if rng.random() < 1 / 3}
@@ -76,7 +73,7 @@ class Faults:
     @property
     def is_calm(self) -> bool:
         """Nothing happens that could end a request which its engines still want."""
-        return replace(self, slow=0.0, late=0.0, hold=0.0, grow=0.0, tell_states=0.0, presume=0.0) == CALM
+        return replace(self, slow=0.0, late=0.0, hold=0.0, grow=0.0, tell_states=0.0) == CALM
 
 
 CALM = Faults(abort=0.15, release=0.1)
@@ -85,7 +82,7 @@ THEMES = {
     "restarts": Faults(num_kills=4, linger=0.4, retry=0.8, outlives=0.5),
     "standstill": Faults(num_stalls=4, num_partitions=2, slow=0.4, withdraw=0.4, drop=0.1),
     "tickets": Faults(fail=0.3, slow=0.6, hang=0.1, retry=0.8, copy_fail=0.1),
-    "prefills": Faults(grow=1.0, presume=0.9, tell_states=0.9, abort=0.1, slow=0.2, fail=0.02, num_kills=1),
+    "prefills": Faults(grow=1.0, tell_states=0.9, abort=0.1, slow=0.2, fail=0.02, num_kills=1),
     "clients": Faults(
         mix=0.3, swap=0.3, misdirect=0.1, greedy=0.2, contest=0.3, abort=0.3, retry=0.8, linger=0.2, slow=0.2
     ),
@@ -103,7 +100,6 @@ _LIKELY = {
     "linger": 0.5,
     "hold": 0.5,
     "grow": 1.0,
-    "presume": 1.0,
     "tell_states": 1.0,
 }
 

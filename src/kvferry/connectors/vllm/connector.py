@@ -52,10 +52,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         reach = Reach.ANY_HOST if settings.agent.token else Reach.THIS_HOST
         is_scheduler = role == KVConnectorRole.SCHEDULER
         prompts = [prompts_of(vllm_config)] if is_scheduler else []
-        late = vllm_config.speculative_config is not None
-        self._schedulers = [
-            Scheduler(settings.agent.engine_id, kv_cache_config, one, reach, writes_late=late) for one in prompts
-        ]
+        self._schedulers = [Scheduler(settings.agent.engine_id, kv_cache_config, one, reach) for one in prompts]
         self._workers = [] if is_scheduler else [Worker(vllm_config, settings, kv_cache_config)]
 
     @property

@@ -81,7 +81,6 @@ class FetchOrder:
 
     `is_waited_for` is false when nothing moves and only the source must learn that the request is over. `error` says
     why it cannot even be begun: the request is reported as failed then, so that vLLM's failure policy applies.
-    `source_tables` are the other side's blocks as the reference has them.
     """
 
     request_id: str
@@ -92,7 +91,6 @@ class FetchOrder:
     is_waited_for: bool
     error: str
     prompt: PromptName = UNNAMED
-    source_tables: Tables = ()
 
     @property
     def is_located(self) -> bool:

@@ -229,8 +229,7 @@ class AgentTransfer:
 def _wanted(request_id: str, remote: RemoteCache, block_tables: BlockTables, prompt: Prompt) -> FetchRequest:
     ranges = (TokenRange(0, prompt.num_tokens),) * len(block_tables)
     name = prompt.name(remote.reference.lease_id)
-    names = request_id, remote.reference, remote.addresses
-    return FetchRequest(*names, block_tables, ranges, prompt=name, source_tables=remote.block_tables)
+    return FetchRequest(request_id, remote.reference, remote.addresses, block_tables, ranges, prompt=name)
 
 
 def _one_line(error: TransferError) -> str:

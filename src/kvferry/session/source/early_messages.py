@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, islice
 from math import inf
 
 from kvferry.wire.messages import Abort, Claim, Party
@@ -14,8 +13,6 @@ from kvferry.wire.messages import Abort, Claim, Party
 MAX_EARLY = 1024
 # One peer cannot take the room of all others.
 MAX_EARLY_OF_ONE = 128
-# Leases that were asked for before they began.
-MAX_ASKED_FOR = 1 << 14
 # Aborts are sent by whoever can connect.
 MAX_ABORTED = 1 << 14
 
@@ -30,13 +27,10 @@ class EarlyMessage:
 
 
 class EarlyMessages:
-    """At most one message per lease and party, `MAX_EARLY` in all and `MAX_EARLY_OF_ONE` of one peer. Which leases
-    somebody has asked for is kept longer."""
+    """At most one message per lease and party, `MAX_EARLY` in all and `MAX_EARLY_OF_ONE` of one peer."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[str, Party], EarlyMessage] = {}
-        # Until when that is remembered, oldest first.
-        self._asked_for: dict[str, float] = {}
 
     def add(self, lease_id: str, early: EarlyMessage) -> bool:
         """Keep a message in place of an earlier one, whose deadline stays. False when there is no room for it."""
@@ -51,23 +45,13 @@ class EarlyMessages:
     def _num_of(self, peer: str) -> int:
         return sum(1 for early in self._waiting.values() if early.peer == peer)
 
-    def asked_for(self, lease_id: str, until: float) -> None:
-        """Remember that somebody knows this lease already."""
-        if len(self._asked_for) < MAX_ASKED_FOR:
-            self._asked_for.setdefault(lease_id, until)
-
-    def was_asked_for(self, lease_id: str) -> bool:
-        """Whether somebody knew of this lease before it began. True for all while more are asked for than are kept."""
-        return lease_id in self._asked_for or len(self._asked_for) >= MAX_ASKED_FOR
-
     def knows(self, lease_id: str, party: Party) -> bool:
         """Whether a message of this party waits for this lease."""
         return (lease_id, party) in self._waiting
 
     def next_deadline(self) -> float:
-        """When the next message has waited, or is remembered, long enough; infinity when there is none."""
-        waiting = (early.deadline for early in self._waiting.values())
-        return min(chain(waiting, islice(self._asked_for.values(), 1)), default=inf)
+        """When the next message has waited long enough; infinity when there is none."""
+        return min(early.deadline for early in self._waiting.values()) if self._waiting else inf
 
     def opened(self, lease_id: str) -> list[EarlyMessage]:
         """Take out what waited for a lease."""
@@ -75,8 +59,6 @@ class EarlyMessages:
 
     def expired(self, now: float) -> list[EarlyMessage]:
         """Take out what has waited long enough."""
-        while self._asked_for and next(iter(self._asked_for.values())) <= now:
-            del self._asked_for[next(iter(self._asked_for))]
         return self._take(lambda _, early: early.deadline <= now)
 
     def _take(self, chosen: Callable[[tuple[str, Party], EarlyMessage], bool]) -> list[EarlyMessage]:

@@ -66,15 +66,13 @@ class Lease:
     (`ahead`); the claims in `waiting` need more tokens.
 
     A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages. `ended_as`
-    says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more. With
-    `is_early` its id was known before it began, or before all of it was computed.
+    says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more.
     """
 
     request: LeaseRequest
     machine: StateMachine
     deadline: float
     num_ready: int
-    is_early: bool = False
     ahead: Ahead = NOT_AHEAD
     waiting: dict[Party, tuple[str, Claim]] = field(default_factory=dict)
     readers: frozenset[int] = frozenset()
@@ -87,12 +85,11 @@ class Lease:
     is_freed: bool = False
 
     @classmethod
-    def opened(cls, request: LeaseRequest, deadline: float, is_asked_for: bool) -> Lease:
-        """A lease that nobody's claim was granted of yet, though one may be waiting."""
+    def opened(cls, request: LeaseRequest, deadline: float) -> Lease:
+        """A lease that nobody has claimed yet."""
         machine = StateMachine(f"lease {request.lease_id}", LEASE_TABLE, LeaseState.OPEN)
         num_ready = 0 if request.is_growing else request.num_tokens
-        is_early = is_asked_for or request.is_growing or request.is_early
-        return cls(request, machine, deadline, num_ready, is_early, first_token=request.first_token)
+        return cls(request, machine, deadline, num_ready, first_token=request.first_token)
 
     @property
     def live(self) -> bool:

@@ -75,9 +75,9 @@ class LeaseTable:
                 return deadline
         return inf
 
-    def open(self, request: LeaseRequest, now: float, is_asked_for: bool) -> None:
-        """With `is_asked_for` somebody has asked for it already."""
-        lease = Lease.opened(request, now, is_asked_for)
+    def open(self, request: LeaseRequest, now: float) -> None:
+        """Nobody has claimed it yet."""
+        lease = Lease.opened(request, now)
         self.renew(lease, now)
         self._by_id[request.lease_id] = self._by_request[request.request_id] = lease
         self._note_deadline(lease)

@@ -41,7 +41,6 @@ class SourceSession:
         self._early = EarlyMessages()
         self._handshake = SourceHandshake(identity, timing.handshake_s)
         self._aborted = AbortedClaims()
-        self._read_until = 0.0
         self._targets = Targets(identity.layouts, identity.party.rank, timing)
         self._writes = Writes(self._targets, identity.party.epoch, timing.transfer_s)
         self._leases = LeaseTable(self._writes, timing)
@@ -87,15 +86,14 @@ class SourceSession:
         return self._leases.num_live
 
     def may_be_read(self, now: float) -> bool:
-        """Whether a peer may be reading our memory: it tests transports with our offer, a claim lacks its end, or one
-        was refused not long ago, whose target may have begun to read while it asked."""
-        return self._handshake.is_tested(now) or self._leases.may_be_read or now < self._read_until
+        """Whether a peer may be reading our memory: it tests transports with our offer, or a claim lacks its end."""
+        return self._handshake.is_tested(now) or self._leases.may_be_read
 
     # --- how leases begin and end ---
 
     def _lease(self, event: e.LeaseRequest, now: float) -> list[Command]:
-        was_asked_for, early = self._early.was_asked_for(event.lease_id), self._early.opened(event.lease_id)
-        self._leases.open(event, now, was_asked_for)
+        self._leases.open(event, now)
+        early = self._early.opened(event.lease_id)
         return [command for each in early for command in self._answer(e.FrameArrived(each.peer, each.message), now)]
 
     def _grow(self, event: e.LeaseProgress, now: float) -> list[Command]:
@@ -159,8 +157,6 @@ class SourceSession:
         except IllegalEventError:
             raise
         except FerryError as error:
-            if isinstance(message, m.Claim):
-                self._read_until = now + self._timing.transfer_s
             is_unmet = isinstance(error, TransferError) and error.reason == Reason.UNREACHABLE
             return refuse(event.peer, error, "" if is_unmet else getattr(message, "claim_id", ""))
 
@@ -204,10 +200,7 @@ class SourceSession:
         shared = self._writes.share(peer, claim, lease) if claim.read_from else []
         self._leases.claim(lease, claim, now)
         self._completed_reads.started(lease, claim.party)
-        return [
-            Reply(peer, m.Grant(claim.claim_id, lease.request.block_tables, is_early=lease.is_early)),
-            *shared,
-        ]
+        return [Reply(peer, m.Grant(claim.claim_id, lease.request.block_tables)), *shared]
 
     def _write(self, peer: str, claim: m.Claim, lease: Lease, now: float) -> list[Command]:
         """Carry a claim out."""
@@ -266,9 +259,7 @@ class SourceSession:
         Meanwhile a repeated claim is answered, so that the target knows that its source is alive.
         """
         lease_id = claim.reference.lease_id
-        self._read_until = now + self._timing.transfer_s
         repeated = self._early.knows(lease_id, claim.party)
-        self._early.asked_for(lease_id, now + self._timing.tombstone_s)
         if not self._early.add(lease_id, EarlyMessage(peer, claim, now + self._timing.early_claim_s)):
             raise unknown_lease(lease_id)
         return [Reply(peer, m.Renewed(()))] if repeated else []

@@ -23,7 +23,7 @@ from kvferry.session import commands as c
 from kvferry.session.events import FetchRequest
 from kvferry.session.keys import ClaimKey, PeerKey, ReadKey
 from kvferry.session.target.peers.handshakes import Handshakes
-from kvferry.session.target.reads.fetch import POSTED, Fetch, ReadState
+from kvferry.session.target.reads.fetch import Fetch, ReadState
 from kvferry.session.timing import Timing
 from kvferry.wire.messages import Abort, Aborted, Party
 
@@ -130,13 +130,13 @@ class Quarantine:
         yield c.Count("fetches_failed", error.reason)
         yield c.FetchFailed(fetch.request.request_id, error)
         for key, read in fetch.reads.items():
-            if read.state in POSTED and Direction.READ in read.movers:
+            if read.state is ReadState.MOVING and Direction.READ in read.movers:
                 yield c.Cancel(fetch.key(key))
             for pipeline in read.pipeline:
                 yield from pipeline.fail()
             if read.is_digesting:
                 yield c.DropDigest(fetch.key(key))
-            is_posted = read.state in POSTED
+            is_posted = read.state is ReadState.MOVING
             read.machine.move("fail")
             if not is_posted and read.is_open:
                 # Our own ticket was never posted.

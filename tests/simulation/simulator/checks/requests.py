@@ -63,15 +63,9 @@ class Checks:
             self._arrived.setdefault((ticket.target_rank, ticket.request_id), []).append(ticket)
             whose = ticket.target_rank.party, ticket.request_id, ticket.source_rank.peer_key
             if not ticket.is_staged:
-                self._in_place[whose] += len(ticket.source) - self._read_before(ticket)
+                self._in_place[whose] += len(ticket.source)
             elif ticket.is_write and isinstance(ticket.key, SlotKey):
                 self._packed.setdefault(whose, {})[ticket.key] = len(ticket.source)
-
-    def _read_before(self, ticket: Ticket) -> int:
-        """What counts for nothing because the target has read it again."""
-        arrived = self._arrived[ticket.target_rank, ticket.request_id]
-        read = [each for each in arrived if each.key == ticket.key and not each.is_write and not each.is_staged]
-        return len(read[-2].source) if len(read) > 1 and not ticket.is_write else 0
 
     def copied(self, rank: Rank, copy: Copy) -> None:
         """Note what has come to its blocks out of a slot, and what was gathered into a target's slot."""

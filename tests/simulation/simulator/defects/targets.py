@@ -10,35 +10,13 @@ from kvferry.session.commands import BlocksReleased, Command, Count, Fetched, Fe
 from kvferry.session.events import AnswerArrived, Digested, TicketEnded
 from kvferry.session.keys import ReadKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
-from kvferry.session.target.reads.fetch import SPECULATIVE
 from kvferry.session.target.session import TargetEvent, TargetSession
 from kvferry.session.timing import Timing
-from kvferry.wire.messages import Grant, Landed, Offer, Party, Renew, Valid, Welcome
+from kvferry.wire.messages import Landed, Offer, Party, Renew, Valid, Welcome
 from simulator.state.naming import attempt_of, request_of
 
 FOREVER_S = 1e9
 ANY_VALUE = bytes(8)
-
-
-class TrustTables(TargetSession):
-    """Takes the tables of a reference for those that are granted."""
-
-    def handle(self, event: TargetEvent, now: float) -> list[Command]:
-        if isinstance(event, AnswerArrived) and isinstance(event.message, Grant):
-            fetch = self._fetches.get(event.message.claim_id)
-            if fetch is not None and event.peer in fetch.reads and fetch.reads[event.peer].state in SPECULATIVE:
-                tables = self._reads._direct._presumed_tables(fetch, event.peer)
-                event = replace(event, message=structs.replace(event.message, block_tables=tables))
-        return super().handle(event, now)
-
-
-class TrustEarly(TargetSession):
-    """Does not ask when a lease began."""
-
-    def handle(self, event: TargetEvent, now: float) -> list[Command]:
-        if isinstance(event, AnswerArrived) and isinstance(event.message, Grant):
-            event = replace(event, message=structs.replace(event.message, is_early=False))
-        return super().handle(event, now)
 
 
 class NoFence(TargetSession):

@@ -121,8 +121,9 @@ class Attempt:
         tables = fetching.tables or ((),) * len(wanted.ranges)
         scheduler.after(self._limit_s(), partial(self._check_deadline, node, fetching))
         names = wanted.request_id, wanted.reference, wanted.addresses
-        how = attempt_of(wanted.request_id), wanted.prompt, wanted.source_tables
-        node.handle_target(FetchRequest(*names, tables, wanted.ranges, *how))
+        node.handle_target(
+            FetchRequest(*names, tables, wanted.ranges, attempt_of(wanted.request_id), prompt=wanted.prompt)
+        )
 
     def _limit_s(self) -> float:
         return self.context.timing.handshake_s + self.context.timing.transfer_s + GRACE_S

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from kvferry.wire.messages import Reference
 from simulator.context import RunContext
 from simulator.engines.engine import Engine
-from simulator.state.memory import Tables
 
 MAX_GREED = 3
 
@@ -50,17 +49,6 @@ class Client:
             return num_tokens
         self._tamper("too many tokens")
         return num_tokens + self._context.scheduler.rng.randint(1, MAX_GREED)
-
-    def source_tables(self, own: Tables, is_growing: bool) -> Tables:
-        """Where the first rank of the source has a prompt that is computed, if the client hands that on. The other
-        ranks have it elsewhere. Some clients know it before it is computed, or name other blocks."""
-        scheduler = self._context.scheduler
-        if scheduler.chance(self._context.faults.presume):
-            # Nothing depends on it: what is fetched is expected to be there all the same.
-            self._context.log.fault("presumed blocks", self.name)
-            is_shuffled = scheduler.chance(0.3)
-            return tuple(tuple(scheduler.rng.sample(table, len(table))) for table in own) if is_shuffled else own
-        return own if not is_growing and scheduler.chance(0.5) else ()
 
     def asks_two(self) -> bool:
         """Whether two engines are asked to go on with the same request."""

@@ -14,7 +14,6 @@ from simulator.engines.engine import Engine
 from simulator.engines.node import Node
 from simulator.scenario.attempt import Attempt
 from simulator.scenario.client import Client
-from simulator.state.memory import Tables
 from simulator.state.prompts import PrefillRequest, PromptSpec
 from simulator.state.rank import LeasedBlocks, WantedCache
 from simulator.state.shapes import MAX_TOKENS
@@ -42,8 +41,6 @@ class Conversation:
         self._salt = self._spec.salt(context.shape.has_fixed_states)
         self._patience = MAX_PATIENCE
         self._leased_at = 0.0
-        self._source_tables: Tables = ()
-        self._is_growing = False
         self._disturbed = self._is_held = False
 
     # --- prefill ---
@@ -57,7 +54,6 @@ class Conversation:
         is_growing = self._scheduler.chance(self._faults.grow)
         request = PrefillRequest(self._prompt(self._num_tokens), self._num_tokens, self._salt)
         self.reference = self._source.lease_blocks(request, tables, is_growing)
-        self._source_tables, self._is_growing = tables[0], is_growing
         self._leased_at = self._scheduler.now
         self._context.log.note(self._name, f"{self._num_tokens} tokens prefilled:", self.reference)
         for node in self._source.nodes:
@@ -155,7 +151,6 @@ class Conversation:
             (tokens,) * len(self._context.shape.target.layouts[0].groups),
             self._salt,
             self._prompt(tokens.last).name(reference.lease_id),
-            self._client.source_tables(self._source_tables, self._is_growing),
             punctual and not self._disturbed and not self._client.has_tampered,
         )
 

@@ -32,8 +32,8 @@ class LeasedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class WantedCache:
-    """What is to be fetched: `salt` says which bytes are the right ones, `prompt` is what the target calls them, and
-    `source_tables` where it has been told that they lie. With `expected` nothing stands in the way."""
+    """What is to be fetched: `salt` says which bytes are the right ones, `prompt` is what the target calls them. With
+    `expected` nothing stands in the way."""
 
     request_id: str
     reference: Reference
@@ -41,7 +41,6 @@ class WantedCache:
     ranges: tuple[TokenRange, ...]
     salt: int
     prompt: PromptName
-    source_tables: Tables
     expected: bool
 
 

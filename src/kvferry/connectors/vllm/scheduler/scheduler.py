@@ -38,22 +38,14 @@ NULL_BLOCK = 0
 
 
 class Scheduler:
-    """Stages orders; `take_orders` hands them over at each step. With `writes_late` a device may still write to a
-    request's blocks when vLLM has answered it, as speculators do."""
+    """Stages orders; `take_orders` hands them over at each step."""
 
     def __init__(
-        self,
-        engine_id: str,
-        kv_cache_config: KVCacheConfig,
-        prompts: Prompts,
-        reach: Reach = Reach.THIS_HOST,
-        *,
-        writes_late: bool = False,
+        self, engine_id: str, kv_cache_config: KVCacheConfig, prompts: Prompts, reach: Reach = Reach.THIS_HOST
     ) -> None:
         self._engine_id = engine_id
         self._prompts = prompts
         self._reach = reach
-        self._writes_late = writes_late
         self._config = kv_cache_config
         self._orders = Orders()
         self._ranks: tuple[RankAddress, ...] = ()
@@ -223,8 +215,7 @@ class Scheduler:
         lease = LeaseOrder(request.request_id, new_lease_id(), tables, num_tokens, prompt, first)
         self._orders.leases.append(lease)
         reference = Reference(self._engine_id, self._ranks[0].epoch, agent_name(lease.request_id), lease.lease_id)
-        addresses, num_tokens = [rank.address for rank in self._ranks], lease.num_tokens
-        return True, to_params(reference, addresses, tables, num_tokens, is_early=self._writes_late)
+        return True, to_params(reference, [rank.address for rank in self._ranks], tables, lease.num_tokens)
 
     def _release_if_nobodys(self, request_id: str, params: Mapping[str, Any]) -> None:
         if self._readers.is_nobodys(request_id):
@@ -304,5 +295,4 @@ def _fetch(
 
 def _order(request_id: str, remote: RemoteCache, tables: Tables, ranges: tuple[TokenRange, ...]) -> FetchOrder:
     is_waited_for = any(len(tokens) for tokens in ranges)
-    names, source_tables = (request_id, remote.reference, remote.addresses), remote.block_tables
-    return FetchOrder(*names, tables, ranges, is_waited_for, "", source_tables=source_tables)
+    return FetchOrder(request_id, remote.reference, remote.addresses, tables, ranges, is_waited_for, "")

@@ -25,13 +25,11 @@ def end_of_request(milestone: Milestone, *, speculates: bool) -> Milestone:
 class DeferredCommands:
     """Each command is carried out when the device has done all that was begun before it was given, one after the other.
 
-    Until then nobody reads or writes the blocks that it names, and vLLM keeps them: it has not heard of the end. With
-    `may_wait` vLLM's answer may be faster than the device.
+    Until then nobody reads or writes the blocks that it names, and vLLM keeps them: it has not heard of the end.
     """
 
     def __init__(self, milestone: Milestone) -> None:
         self._milestone = milestone
-        self.may_wait = milestone is not at_once
         self._waiting: deque[tuple[Callable[[], bool], Command]] = deque()
 
     def give(self, command: Command) -> None:

@@ -191,8 +191,9 @@ class Worker:
             return
         ours = self._ours()
         tables = ours.described.tables(order.block_tables)
-        names, first = (name, order.lease_id, tables, order.num_tokens), order.first_token
-        wanted = LeaseRequest(*names, prompt=order.prompt, first_token=first, is_early=ours.deferred.may_wait)
+        wanted = LeaseRequest(
+            name, order.lease_id, tables, order.num_tokens, False, order.prompt, False, order.first_token
+        )
         ours.deferred.give(partial(self._tell_lease, wanted))
 
     def _tell_lease(self, wanted: LeaseRequest) -> None:
@@ -233,8 +234,7 @@ class Worker:
             return
         ours = self._ours()
         tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
-        names, source_tables = (name, order.reference, order.addresses), order.source_tables
-        wanted = FetchRequest(*names, tables, ranges, prompt=order.prompt, source_tables=source_tables)
+        wanted = FetchRequest(name, order.reference, order.addresses, tables, ranges, prompt=order.prompt)
         ours.deferred.give(partial(ours.agent.fetch, wanted))
 
     def _is_over(self) -> bool:

@@ -28,9 +28,6 @@ from kvferry.wire.messages import FirstToken, Reason
 class ReadState(StrEnum):
     CLAIMING = "claiming"
     EXPOSED = "exposed"
-    SPECULATING = "speculating"
-    SPECULATED = "speculated"
-    MISREAD = "misread"
     MOVING = "moving"
     LANDED = "landed"
     DIGESTED = "digested"
@@ -45,22 +42,12 @@ READ_TABLE: TransitionTable = {
     (ReadState.EXPOSED, "granted"): ReadState.MOVING,
     (ReadState.EXPOSED, "ticket ended"): ReadState.LANDED,
     (ReadState.MOVING, "ticket ended"): ReadState.LANDED,
-    (ReadState.CLAIMING, "posted"): ReadState.SPECULATING,
-    (ReadState.SPECULATING, "granted"): ReadState.MOVING,
-    (ReadState.SPECULATING, "ticket ended"): ReadState.SPECULATED,
-    (ReadState.SPECULATED, "granted"): ReadState.LANDED,
-    (ReadState.SPECULATING, "misread"): ReadState.MISREAD,
-    (ReadState.SPECULATED, "misread"): ReadState.CLAIMING,
-    (ReadState.MISREAD, "ticket ended"): ReadState.CLAIMING,
     (ReadState.LANDED, "digested"): ReadState.DIGESTED,
     (ReadState.LANDED, "valid"): ReadState.CONFIRMED,
     (ReadState.DIGESTED, "valid"): ReadState.VALID,
     (ReadState.CONFIRMED, "digested"): ReadState.VALID,
     (ReadState.CLAIMING, "fail"): ReadState.FAILED,
     (ReadState.EXPOSED, "fail"): ReadState.DRAINING,
-    (ReadState.SPECULATING, "fail"): ReadState.DRAINING,
-    (ReadState.SPECULATED, "fail"): ReadState.FAILED,
-    (ReadState.MISREAD, "fail"): ReadState.DRAINING,
     (ReadState.MOVING, "fail"): ReadState.DRAINING,
     (ReadState.LANDED, "fail"): ReadState.FAILED,
     (ReadState.DIGESTED, "fail"): ReadState.FAILED,
@@ -70,19 +57,15 @@ READ_TABLE: TransitionTable = {
 }
 
 
-POSTED = (ReadState.SPECULATING, ReadState.MISREAD, ReadState.MOVING)
-"""States in which a ticket of ours may be open."""
-OPEN = (ReadState.EXPOSED, *POSTED, ReadState.DRAINING)
+OPEN = (ReadState.EXPOSED, ReadState.MOVING, ReadState.DRAINING)
 """States in which bytes may come."""
-SPECULATIVE = (ReadState.SPECULATING, ReadState.SPECULATED)
-"""States in which a read has begun before its grant."""
-UNGRANTED = (ReadState.CLAIMING, ReadState.EXPOSED, *SPECULATIVE)
+UNGRANTED = (ReadState.CLAIMING, ReadState.EXPOSED)
 """States in which a read waits for its grant."""
 ASKING = (ReadState.LANDED, ReadState.DIGESTED)
 """States in which a read waits to hear whether its bytes are valid."""
-WAITING = (*UNGRANTED, ReadState.MISREAD, ReadState.MOVING, *ASKING)
+WAITING = (*UNGRANTED, ReadState.MOVING, *ASKING)
 """States in which a read needs its source to be alive."""
-LEASED = (ReadState.MISREAD, ReadState.MOVING, *ASKING)
+LEASED = (ReadState.MOVING, *ASKING)
 """States in which a read needs its lease."""
 
 
@@ -115,7 +98,6 @@ class Read:
     num_rows: int = 0
     subject: Subject = NOTHING
     extracts: tuple[Extract, ...] = ()
-    may_speculate: bool = True
     is_prepared: bool = False
     may_prepare: bool = True
     is_confirmed: bool = False
@@ -165,7 +147,12 @@ class Read:
     @property
     def awaits_turn(self) -> bool:
         """Whether something is to be done at once that had to wait until our messages were sent."""
-        return self.awaits_digest or (self.may_speculate and self.state is ReadState.CLAIMING)
+        return self.awaits_plans or self.awaits_digest
+
+    @property
+    def awaits_plans(self) -> bool:
+        """Whether slots and digests can be planned while the grant is awaited."""
+        return self.may_prepare and self.state in UNGRANTED
 
     @property
     def awaits_digest(self) -> bool:
@@ -176,12 +163,6 @@ class Read:
     def is_digesting(self) -> bool:
         """Whether our own digest is still awaited."""
         return bool(self.subject.parts) and self.state in (ReadState.LANDED, ReadState.CONFIRMED)
-
-    def start_again(self, now: float) -> None:
-        """What was read speculatively counts for nothing, and its ticket has ended. What follows has its own time."""
-        self.movers = _movers(self.mode)
-        self.num_bytes = self.num_rows = 0
-        self.moved_at = now
 
     def ended(self, mover: Direction) -> None:
         """The ticket of one mover has ended, well or not."""
@@ -202,7 +183,7 @@ class Read:
 class Fetch:
     """One wanted cache. `reads` is empty until every source rank has been met and the route is known.
 
-    `posted_at` is when the first source granted its claim or was read from, `landed_at` when the last bytes were there.
+    `posted_at` is when the first source granted its claim, `landed_at` when the last bytes were there.
     `verified` says by what digest.
 
     A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.

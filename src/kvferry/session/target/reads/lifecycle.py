@@ -15,20 +15,21 @@ from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.blocks import BlockTables
 from kvferry.plan.programs.copies import NOTHING, Direction
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.programs.stretches import parted
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables
+from kvferry.plan.strategy.calibration import Costs
 from kvferry.plan.strategy.strategies import Side
-from kvferry.session.commands import Cancel, Count, Fetched, Send
+from kvferry.session.commands import Fetched, Post, Send
 from kvferry.session.events import FetchRequest
 from kvferry.session.keys import PeerKey, SlotKey
 from kvferry.session.refusals import as_transfer_error
 from kvferry.session.target.peers.bindings import Binding, Bindings
 from kvferry.session.target.peers.handshakes import Handshakes, TargetIdentity
 from kvferry.session.target.peers.peer import CanWrite, Peer
-from kvferry.session.target.read_strategy import TransferMode
-from kvferry.session.target.reads.direct_reads import DirectReads, costs_of
+from kvferry.session.target.read_strategy import TransferMode, beside
 from kvferry.session.target.reads.fetch import (
     ASKING,
-    SPECULATIVE,
     UNGRANTED,
     Fetch,
     FetchBroken,
@@ -55,7 +56,6 @@ class Reads:
         self._may_share = ours.may_switch_direction
         self.bindings = Bindings(ours.layouts, ours.party.rank)
         self.verifier = Verifier(ours, peers, fetches)
-        self._direct = DirectReads(ours.staging, self.bindings, peers)
         self.staged = StagedReads(ours.party, fetches, self.verifier.landed)
 
     def claim_when_ready(self, fetch: Fetch, now: float) -> Iterator[Step]:
@@ -105,7 +105,7 @@ class Reads:
         """Who moves the bytes from one source, and how. Raises TransferError when it cannot be as it has to be."""
         mode = TransferMode(peer.direction)
         if request.num_tokens:
-            costs = costs_of(peer, binding, may_share=self._may_share and peer.can_write is not CanWrite.NO)
+            costs = _costs(peer, binding, may_share=self._may_share and peer.can_write is not CanWrite.NO)
             mode = self._staging.before_claim(binding.programs[peer.key], request.ranges, costs, peer.direction)
         if request.num_tokens and peer.is_staged:
             mode = self._staging.packing_only(str(peer.key))
@@ -135,9 +135,7 @@ class Reads:
     def grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
         """A source lets us read, or has begun to write. While it packs, a repeated grant says that more is computed."""
         for fetch, read in reads_of(self._fetches, peer.key, grant.claim_id, *UNGRANTED):
-            if read.state in SPECULATIVE:
-                yield from self._granted_after_post(fetch, peer, grant, now)
-            elif read.strategy.source_gathers:
+            if read.strategy.source_gathers:
                 fetch.granted(read, now)
                 read.machine.move("granted")
                 for plan in read.plans or (self._plan_of(fetch, peer.key),):
@@ -154,46 +152,34 @@ class Reads:
                 read.moved_at = now
             yield from self.staged.computed(fetch, peer.key, grant.num_missing_tokens, now)
 
-    def _granted_after_post(self, fetch: Fetch, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
-        """What was read speculatively counts if it was read from the blocks that are granted, and was complete before
-        anybody could know of the lease. Otherwise it is read again once the ticket has ended."""
-        read, why_not = fetch.reads[peer.key], self._direct.why_misread(fetch, peer.key, grant)
-        if not why_not:
-            fetch.granted(read, now)
-            read.machine.move("granted")
-            if read.state is ReadState.LANDED:
-                yield from self.verifier.landed(fetch, peer.key, now)
-            return
-        yield Count("reads_repeated", why_not)
-        read.machine.move("misread")
-        if read.state is ReadState.CLAIMING:
-            read.start_again(now)
-            yield from self._post(fetch, peer, grant, now)
-        else:
-            yield Cancel(fetch.key(peer.key))
-
     def _post(self, fetch: Fetch, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
-        request, read = fetch.request, fetch.reads[peer.key]
+        binding = self.bindings.to(fetch.peers, self._peers)
+        request, read, costs = fetch.request, fetch.reads[peer.key], _costs(peer, binding, may_share=False)
         try:
             # Without tokens nothing is read, no state of fixed size either: the source only has to be told.
-            copies = self._direct.copies(fetch, peer, grant.block_tables) if request.num_tokens else NOTHING
+            copies = NOTHING
+            if request.num_tokens:
+                tables, (_, ours) = (grant.block_tables, request.block_tables), parted(read.mode.read_from)
+                copies = copies_for(binding.programs[peer.key], *tables, request.ranges, ours)
         except RequestError as error:
             yield FetchBroken(fetch, as_transfer_error(error))
             return
         read.machine.move("granted")
         fetch.granted(read, now)
         if len(copies) and not read.mode.read_from:
-            read.strategy = self._direct.strategy_of(fetch, peer, copies)
+            read.strategy = self._staging.before_read(copies, costs, binding.programs[peer.key].starts)
         if read.strategy.is_staged:
             plan = self._plan_of(fetch, peer.key, grant.block_tables)
             # An error here is reported when the plan is carried out.
             with suppress(FerryError):
-                read.strategy = self._direct.strategy_when_cut(fetch, peer, copies, plan.slots(0))
+                read.strategy = self._staging.when_cut(copies, costs, plan.slots(0))
         if read.strategy.is_staged:
             read.movers.clear()
             yield from self.staged.begin(fetch, peer.key, plan, grant, now)
             return
-        yield self._direct.post(fetch, peer.key, copies)
+        read.num_bytes += copies.num_bytes
+        read.num_rows += len(copies)
+        yield Post(fetch.key(peer.key), copies)
 
     def _plan_of(self, fetch: Fetch, key: PeerKey, source_tables: BlockTables = ()) -> SlotPlan:
         """How a read is cut into slots. Where it is packed, its blocks are the source's business, and some may not be
@@ -222,7 +208,9 @@ class Reads:
     def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
         """The source is alive and will continue later. A read that holds slots, which others want, waits for that only
         `hold_s` long."""
-        for _, read in reads_of(self._fetches, peer.key, queued.claim_id, *UNGRANTED, ReadState.MOVING):
+        for _, read in reads_of(
+            self._fetches, peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING
+        ):
             if not read.pipeline:
                 read.moved_at = now
             elif now - read.progressed_at < self._timing.hold_s:
@@ -241,34 +229,17 @@ class Reads:
                     yield from self.verifier.landed(fetch, peer.key, now)
 
     def ticket_ended(self, fetch: Fetch, key: PeerKey, error: str, now: float) -> Iterator[Step]:
-        """A ticket of ours. What a reference says may lie where nothing can be read."""
-        read = fetch.reads[key]
-        if read.state is ReadState.CLAIMING:
-            read.start_again(now)
-            read.last_sent = now
-            yield Send(key, self._claim_of(fetch, key))
-        elif error and read.state is ReadState.SPECULATED:
-            yield Count("reads_repeated", Reason.TRANSPORT)
-            read.machine.move("misread")
-            read.start_again(now)
-        elif error:
+        """A ticket of ours."""
+        if error:
             yield FetchBroken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
-        elif read.state is ReadState.LANDED:
+        elif not fetch.reads[key].movers:
             yield from self.verifier.landed(fetch, key, now)
 
     def _take_turn(self, fetch: Fetch, now: float) -> Iterator[Step]:
-        """Do what had to wait until messages were sent: begin to read, plan slots and digests, digest what has landed.
-        Errors of plans are reported when these are used."""
+        """Do what had to wait until messages were sent: plan slots and digests while answers are awaited, and digest
+        what has landed. Errors of plans are reported when these are used."""
         for key, read in fetch.reads.items():
-            if read.may_speculate and read.state is ReadState.CLAIMING:
-                read.may_speculate = False
-                posted = list(self._direct.speculate(fetch, self._peers[key], now))
-                yield from posted
-                if posted:
-                    # Nothing else is planned before its bytes move.
-                    continue
-            # What has been read already only waits for the grant, which may be there any moment.
-            if read.may_prepare and read.state in UNGRANTED and read.state is not ReadState.SPECULATED:
+            if read.awaits_plans:
                 read.may_prepare = False
                 with suppress(FerryError):
                     self._prepare(fetch, key)
@@ -301,6 +272,12 @@ class Reads:
                 yield Send(key, self._claim_of(fetch, key))
             elif read.state in ASKING:
                 yield Send(key, self.verifier.landed_of(fetch))
+
+
+def _costs(peer: Peer, binding: Binding, *, may_share: bool) -> Costs:
+    """What a source costs, beside the others of a fetch."""
+    fans = binding.fan_in[peer.key], len(binding.readers_of(peer.key))
+    return beside(peer.costs, fans, peer.direction, may_share)
 
 
 def _needs_offer(peer: Peer, mode: TransferMode) -> bool:
