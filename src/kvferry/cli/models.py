@@ -13,7 +13,10 @@ TINY = "tiny"
 
 
 def resolve(model: str) -> tuple[str, str]:
-    """The path or hub name to load and the name to serve it under; makes the tiny model when it is not there yet."""
+    """The path or hub name to load and the name to serve it under; makes the tiny model and the one of the extra `demo`
+    when they are not there yet. Raises ConfigurationError."""
+    from kvferry.embedded.model.trained import GEMMA
+
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise ConfigurationError(
             f"cannot load the model {model!r}",
@@ -21,21 +24,26 @@ def resolve(model: str) -> tuple[str, str]:
             expected="a folder with a causal language model and its tokenizer, or a name on the Hugging Face Hub",
             hint="omit --model to use the built-in tiny model",
         )
-    if model != TINY and Path(model).is_dir():
+    if model in (TINY, GEMMA):
+        return _made_here(model), model
+    if Path(model).is_dir():
         return model, Path(model).name
-    if model != TINY:
-        console.say(
-            f"looking for {model} in the local cache and on the Hugging Face Hub; a first download takes a while"
-        )
-        return model, model
+    console.say(f"looking for {model} in the local cache and on the Hugging Face Hub; a first download takes a while")
+    return model, model
+
+
+def _made_here(model: str) -> str:
+    """The folder of a model that this machine makes once."""
     from kvferry.embedded.model.tiny import ensure_tiny_model
+    from kvferry.embedded.model.trained import ensure_gemma
 
     directory = cache_directory()
+    make = ensure_tiny_model if model == TINY else ensure_gemma
     try:
-        return str(ensure_tiny_model(directory, console.say)), TINY
+        return str(make(directory, console.say))
     except OSError as error:
         raise ConfigurationError(
-            f"cannot make the tiny model in {directory}",
+            f"cannot make the model {model} in {directory}",
             found=os_error_text(error),
             hint="set KVFERRY_CACHE to a folder that can be written",
         ) from error

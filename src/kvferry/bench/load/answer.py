@@ -66,6 +66,15 @@ def message_of(body: dict[str, Any]) -> str:
     return str(words or body.get("message") or body.get("detail") or "an error without a message")[:200]
 
 
+def refusal(status: int, body: bytes) -> str:
+    """The words of a response that is no answer."""
+    try:
+        words = message_of(msgspec.json.decode(body, type=dict[str, Any]))
+    except msgspec.DecodeError:
+        words = body[:100].decode(errors="replace")
+    return f"HTTP {status}: {words}".rstrip(": ")
+
+
 def _count(usage: dict[str, Any], name: str) -> int:
     value = usage.get(name)
     return value if isinstance(value, int) and value >= 0 else -1

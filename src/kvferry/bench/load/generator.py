@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import aiohttp
-import msgspec
 
-from kvferry.bench.load.answer import Answer, message_of
+from kvferry.bench.load.answer import Answer, refusal
 from kvferry.bench.load.target import Target
 from kvferry.bench.load.workload import PlannedRequest
 from kvferry.bench.report.record import Record
@@ -104,7 +102,7 @@ class Load:
         began, answer = time.perf_counter(), Answer()
         async with self._session.post(self._url, data=body) as response:
             if response.status != 200:
-                return replace(record, error=_refusal(response.status, await response.read()))
+                return replace(record, error=refusal(response.status, await response.read()))
             async for data in response.content.iter_any():
                 answer.push(data, time.perf_counter())
         return _finished(record, answer, began, time.perf_counter())
@@ -122,11 +120,3 @@ def _finished(record: Record, answer: Answer, began: float, ended: float) -> Rec
         gaps_s=tuple(later - earlier for earlier, later in pairwise(times)),
         e2el_s=ended - began,
     )
-
-
-def _refusal(status: int, body: bytes) -> str:
-    try:
-        words = message_of(msgspec.json.decode(body, type=dict[str, Any]))
-    except msgspec.DecodeError:
-        words = body[:100].decode(errors="replace")
-    return f"HTTP {status}: {words}".rstrip(": ")

@@ -76,12 +76,14 @@ class Section:
 
 def page(title: str, reports: Sequence[Report]) -> str:
     """Distributions and a timeline for every run; for several, first the curve of goodput over the rate."""
-    return _template().render(
-        title=title,
-        explained=EXPLAINED if any(report.slo.is_limited for report in reports) else WITHOUT_LIMITS,
-        curve=_curve(reports) if len(reports) > 1 else None,
-        sections=[_section(report) for report in reports],
-    )
+    explained = EXPLAINED if any(report.slo.is_limited for report in reports) else WITHOUT_LIMITS
+    curve = _curve(reports) if len(reports) > 1 else None
+    return render(title, explained, [_section(report) for report in reports], curve)
+
+
+def render(title: str, explained: str, sections: Sequence[Section], curve: Chart | None = None) -> str:
+    """One curve for all, if there is one, and the charts of each section."""
+    return _template().render(title=title, explained=explained, curve=curve, sections=sections)
 
 
 @cache

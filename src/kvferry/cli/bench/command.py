@@ -86,6 +86,52 @@ def serve(context: typer.Context, options: BenchOptions) -> int:
     return bench_serve(options)
 
 
+@dataclass(frozen=True, slots=True)
+class AccuracyOptions:
+    """Which servers to ask what, and how far they may be apart. Time limits are in seconds."""
+
+    url: Annotated[str, server(help="URL of the split: a router, without /v1.")] = "http://127.0.0.1:8000"
+    against: Annotated[str, server(help="URL of one server that does everything.")] = ""
+    model: Annotated[str, server(help="Model name, if not the first one that is served.")] = ""
+    header: Annotated[
+        list[str], server(help="'Name: value', sent with every request; repeatable. API key: KVFERRY_API_KEY.")
+    ] = field(default_factory=list)
+    timeout: Annotated[float, server(min=0.1, help="Time limit of one request, in seconds.")] = 600.0
+    prompts: Annotated[str, asked(help="JSONL file: prompt, and if you like name, reference, answer.")] = ""
+    limit: Annotated[int, asked(min=0, help="Number of prompts, spread over the file; 0 takes all.")] = 0
+    max_tokens: Annotated[int, asked(min=1, help="Length of an answer in tokens.")] = 32
+    score_tokens: Annotated[int, asked(min=0, help="Tokens of each reference to score, spread over it.")] = 4
+    concurrency: Annotated[int, asked(min=1, help="Requests in flight, except for the baseline's.")] = 4
+    control: Annotated[
+        bool, good("--control/--no-control", help="Ask the whole server twice, to know what batches alone change.")
+    ] = True
+    factor: Annotated[
+        float, good(min=1.0, help="Largest mean difference of log-probabilities, in those of the control.")
+    ] = 2.0
+    min_equal: Annotated[
+        float | None, good(min=0.0, max=1.0, help="Share of answers that must be equal, token for token.")
+    ] = None
+    plot: Annotated[str, common(help="Write an HTML page with the differences.")] = ""
+    as_json: Json = False
+
+
+@app.command()
+@command_of(AccuracyOptions, "router")
+def accuracy(context: typer.Context, options: AccuracyOptions) -> int:
+    """Compare the answers of a split with those of one server that does everything.
+
+    Both get the same prompts, at temperature 0. The whole server is asked twice, in different batches: what that
+    changes is the measure of what the split may. Exit code 1 if it changes more.
+    """
+    from kvferry.cli.bench.accuracy import bench_accuracy
+
+    if not options.against:
+        raise ConfigurationError(
+            "--against is missing", expected="the URL of a server with the same model that does everything"
+        )
+    return bench_accuracy(options)
+
+
 def _check(context: typer.Context) -> None:
     """Raises ConfigurationError for options that do not go together, or do nothing."""
     modes = [f"--{name}" for name in ("rate", "concurrency", "trace", "sweep") if is_given(context, name)]

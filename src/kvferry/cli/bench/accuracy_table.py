@@ -1,0 +1,66 @@
+"""What came of `kvferry bench accuracy`, as a table on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.bench.accuracy.comparison import Comparison, Measured, num_correct, perplexity
+
+NOTHING = "-"
+
+
+def show(measured: Measured, faults: list[str]) -> None:
+    """A row for each question, a column for each run; then the verdict."""
+    out = Console(highlight=False, markup=False)
+    out.print(_table(measured))
+    if measured.unscored:
+        out.print(f"references were not scored: {measured.unscored}", soft_wrap=True)
+    if left_out := measured.split.left_out:
+        out.print(
+            f"{len(left_out)} requests were left out, the whole server refuses them: {left_out[0]}", soft_wrap=True
+        )
+    for name, token in list(measured.split.divergences.items())[:5]:
+        out.print(f"differs from token {token + 1} on: prompt {name}", soft_wrap=True)
+    if faults:
+        out.print("The split does not answer as the whole does:", style="bold red")
+        for fault in faults:
+            out.print(f"  {fault}", soft_wrap=True)
+    else:
+        out.print("The split answers as the whole does.", style="bold green")
+
+
+def _table(measured: Measured) -> Table:
+    table = Table(title="Whole and split", title_justify="left", title_style="bold")
+    table.add_column("")
+    for name in ("whole", "whole, in other batches", "split"):
+        table.add_column(name, justify="right")
+    runs = (measured.control, measured.split)
+
+    def row(name: str, own: str, of: Callable[[Comparison], str]) -> None:
+        table.add_row(name, own, *(of(run) if run is not None else NOTHING for run in runs))
+
+    row("prompts", str(len(measured.items)), lambda run: str(run.num_compared))
+    row("equal answers", NOTHING, lambda run: f"{run.num_equal} of {run.num_compared}")
+    row("difference of log-probability, mean", NOTHING, lambda run: f"{run.mean_difference:.2g}")
+    row("  99 % of tokens below", NOTHING, lambda run: f"{run.difference(99):.2g}")
+    row("  largest", NOTHING, lambda run: f"{run.difference(100):.2g}")
+    row("perplexity of references", _number(perplexity(measured.baseline.scores)), lambda run: _number(run.perplexity))
+    if num := sum(bool(item.answer) for item in measured.items):
+        own = num_correct(measured.items, measured.baseline.answers)
+        row("right answers", f"{own} of {num}", lambda run: f"{run.num_correct} of {num}")
+    row("errors", NOTHING, lambda run: str(len(run.errors)))
+    asked = len(measured.split.answers) + len(measured.split.scores)
+    if measured.split.num_disaggregated is not None:
+        row("went through a split", NOTHING, lambda run: _of(run.num_disaggregated, asked))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.4f}"
+
+
+def _of(part: int | None, total: int) -> str:
+    return NOTHING if part is None else f"{part} of {total}"
