@@ -22,7 +22,7 @@ BIN := .venv/bin
 VLLM_BIN = $(VLLM_ENVIRONMENT)/bin
 SGLANG_BIN := .venv-sglang/bin
 
-.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-catalog docs docs-serve format clean
+.PHONY: up test check unit e2e slow accuracy simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-catalog docs docs-serve format clean
 
 up: .venv/engine $(if $(findstring gemma-3-270m,$(ARGS)),.venv/demo)
 	@$(BIN)/kvferry up $(ARGS)
@@ -50,6 +50,10 @@ e2e: .venv/dev
 # What `make test` leaves out for the time that it takes.
 slow: .venv/dev
 	$(BIN)/pytest -n $(FLEETS) --dist loadfile -m "slow and not (chaos or catalog)" $(ARGS)
+
+# What asks a trained model (the extra demo), and what compares answers.
+accuracy: .venv/dev .venv/demo
+	$(BIN)/pytest tests/embedded/test_trained_model.py tests/e2e/test_trained_split.py tests/e2e/test_accuracy_of_split.py $(ARGS)
 
 # Everything that kills, stops and restarts processes, with the times that it took.
 chaos: .venv/dev
