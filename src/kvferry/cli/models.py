@@ -6,17 +6,18 @@ from pathlib import Path
 
 from kvferry.cli import console
 from kvferry.cli.environment import cache_directory
+from kvferry.embedded.model.trained import GEMMA
 from kvferry.errors import ConfigurationError
 from kvferry.system import os_error_text
 
 TINY = "tiny"
+MADE_HERE = (TINY, GEMMA)
+"""Models that are made on this machine, in float32."""
 
 
 def resolve(model: str) -> tuple[str, str]:
     """The path or hub name to load and the name to serve it under; makes the tiny model and the one of the extra `demo`
     when they are not there yet. Raises ConfigurationError."""
-    from kvferry.embedded.model.trained import GEMMA
-
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise ConfigurationError(
             f"cannot load the model {model!r}",
@@ -24,7 +25,7 @@ def resolve(model: str) -> tuple[str, str]:
             expected="a folder with a causal language model and its tokenizer, or a name on the Hugging Face Hub",
             hint="omit --model to use the built-in tiny model",
         )
-    if model in (TINY, GEMMA):
+    if model in MADE_HERE:
         return _made_here(model), model
     if Path(model).is_dir():
         return model, Path(model).name

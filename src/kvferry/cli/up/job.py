@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvferry.cli import console, environment
 from kvferry.cli.engine_choice import OTHER_ENGINES
-from kvferry.cli.models import TINY, resolve
+from kvferry.cli.models import MADE_HERE, TINY, resolve
 from kvferry.cli.options import option_of
 from kvferry.cli.up.command import UpOptions
 from kvferry.cli.up.engine_report import read, report_between, why_chosen
@@ -29,6 +29,10 @@ from kvferry.system import os_error_text
 EXAMPLE = (
     "The ferry leaves the harbour at dawn. On the other side of the river a train is waiting, and whoever wants to "
     "catch it must not lose a single box on the way. The captain counts the boxes, the porter counts them again, and"
+)
+PROVED = (
+    "Proved: the decode engine has computed {tokens_computed} of {prompt_tokens} prompt tokens, received the cache of "
+    "the others, and written what it writes without a transfer."
 )
 CHECK_S = 1.0
 LARGE_BYTES = 1 << 20
@@ -115,8 +119,8 @@ def _fleet_options(options: UpOptions, path: str, name: str) -> FleetOptions:
     arguments = ["--model", path, "--served-name", name, "--engine", options.engine]
     for option, value in asdict(options.transfer).items():
         arguments += [option_of(option), value] if value != "auto" else []
-    # Left to themselves, other engines make bfloat16 of the tiny model's float32.
-    arguments += ["--dtype", "float32"] if options.engine in OTHER_ENGINES and name == TINY else []
+    # Left to themselves, other engines make bfloat16 of their float32.
+    arguments += ["--dtype", "float32"] if options.engine in OTHER_ENGINES and name in MADE_HERE else []
     arguments += ["--device", options.device] if options.device != "cpu" else []
     arguments += ["--", *options.arguments] if options.arguments else []
     return FleetOptions(
@@ -135,7 +139,7 @@ def _fleet_options(options: UpOptions, path: str, name: str) -> FleetOptions:
 
 def _ready_s(options: UpOptions) -> float:
     """How long the engines may take to start."""
-    if options.model != TINY and not Path(options.model).is_dir():
+    if options.model not in MADE_HERE and not Path(options.model).is_dir():
         return DOWNLOAD_READY_S
     return OTHER_READY_S if options.engine in OTHER_ENGINES else READY_S
 
@@ -152,6 +156,8 @@ def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
     else:
         sys.stdout.write("\n\n")
         Console(markup=False).print(_table(facts))
+        if facts["equal"] and facts["tokens_received"]:
+            Console(markup=False, highlight=False).print(PROVED.format(**facts))
     return facts["equal"] is not False
 
 
