@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
+from dataclasses import replace
 
 import accuracy_prompts
 import pytest
 from aiohttp import web
+from typer.testing import CliRunner
 
-from kvferry.bench.accuracy.client import Server
-from kvferry.bench.accuracy.comparison import Comparison, Measured, Run, faults
+from kvferry.bench.accuracy.client import IGNORED, Server
+from kvferry.bench.accuracy.comparison import Comparison, Measured, Run, perplexity
 from kvferry.bench.accuracy.completion import Answer, answer_of
 from kvferry.bench.accuracy.items import Item, read_items, shipped_items
 from kvferry.bench.accuracy.page import accuracy_page
 from kvferry.bench.accuracy.run import Extent, measure
+from kvferry.bench.accuracy.verdict import Limits, faults
+from kvferry.cli.bench.accuracy import _items
+from kvferry.cli.bench.command import AccuracyOptions
+from kvferry.cli.main import app
 from kvferry.errors import ConfigurationError
 
 ITEMS = tuple(Item(f"prompt {number}", f"p{number}", answer="1") for number in range(4))
-SAME = tuple(Answer((1, 2, 3), (-0.5, -0.25, -1.0), "1 2 3", "disaggregated") for _ in ITEMS)
 
 
-def compared(answers, baseline=SAME):
-    return Comparison(ITEMS, baseline, tuple(answers))
+def said(ids, logprobs=None, **how):
+    words = tuple(map(str, ids))
+    path = {"path": "disaggregated", "cache": "received"}
+    return Answer(words, tuple(ids), logprobs or (-0.5,) * len(ids), " ".join(words), **path | how)
+
+
+SAME = tuple(said((1, 2, 3), (-0.5, -0.25, -1.0)) for _ in ITEMS)
+WHOLE = tuple(replace(answer, path="", cache="") for answer in SAME)
+
+
+def compared(answers, baseline=WHOLE):
+    return Comparison(ITEMS, Run(tuple(baseline), ()), Run(tuple(answers), ()))
+
+
+def faults_of(split, control=None, min_equal=None, factor=2.0):
+    return faults(Measured(ITEMS, split.baseline, split, control, ""), Limits(min_equal, factor))
 
 
 def test_the_prompts_are_what_makes_them():
@@ -58,67 +76,95 @@ def test_lines_have_their_numbers_for_names():
     assert [item.name for item in read_items(['{"prompt": "a"}', "", '{"prompt": "b", "name": "B"}'])] == ["1", "B"]
 
 
+def test_two_prompts_have_two_names():
+    with pytest.raises(ConfigurationError, match="same name"):
+        read_items(['{"prompt": "a", "name": "2"}', '{"prompt": "b"}'])
+
+
 def test_equal_answers_are_no_fault():
     run = compared(SAME)
-    assert (run.num_equal, run.divergences, run.mean_difference, run.num_disaggregated) == (4, {}, 0.0, 4)
-    assert faults(run, compared(SAME), min_equal=1.0, factor=1.0) == []
+    assert (run.num_equal, run.divergences, run.mean_difference, run.num_split) == (4, {}, 0.0, 4)
+    assert faults_of(run, compared(WHOLE), min_equal=1.0, factor=1.0) == []
 
 
-@pytest.mark.parametrize(
-    ("tokens", "first"), [((1, 2, 4), 2), ((9, 2, 3), 0), ((1, 2), 2), ((1, 2, 3, 4), 3), (("1", "2", "3"), 0)]
-)
+@pytest.mark.parametrize(("tokens", "first"), [((1, 2, 4), 2), ((9, 2, 3), 0), ((1, 2), 2), ((1, 2, 3, 4), 3)])
 def test_the_first_token_that_differs_is_found(tokens, first):
-    changed = Answer(tokens, (-0.5,) * len(tokens), "1")
-    run = compared([changed, *SAME[1:]])
+    run = compared([said(tokens), *SAME[1:]])
     assert run.divergences == {"p0": first}
     # What follows a different token is not compared.
     assert len(run.differences) == first + 9
 
 
+def test_texts_of_tokens_are_compared_where_a_server_has_no_ids():
+    unnumbered = [replace(answer, ids=()) for answer in SAME]
+    assert compared(unnumbered).num_equal == 4
+    assert compared([replace(unnumbered[0], tokens=("1", "2", "x")), *unnumbered[1:]]).divergences == {"p0": 2}
+
+
 def test_log_probabilities_are_compared_as_far_as_tokens_are_equal():
-    run = compared([Answer((1, 2, 9), (-0.4, -0.25, -7.0), "1"), *SAME[1:]])
+    run = compared([said((1, 2, 9), (-0.4, -0.25, -7.0)), *SAME[1:]])
     assert run.difference(100) == pytest.approx(0.1)
     assert run.mean_difference == pytest.approx(0.1 / 11)
 
 
 def test_an_error_is_told_and_nothing_compared():
     run = compared([Answer(error="HTTP 500"), *SAME[1:]])
-    assert (run.num_compared, run.errors, run.left_out) == (3, ["HTTP 500"], [])
-    assert faults(run, None, None, 2.0) == ["1 requests failed, the first: HTTP 500"]
+    assert (run.num_compared, run.errors) == (3, ["HTTP 500"])
+    assert faults_of(run) == ["1 requests to the split failed, the first: HTTP 500"]
 
 
-def test_what_the_whole_server_refuses_is_left_out():
-    refused = Answer(error="HTTP 400: too long")
-    run = compared([refused, *SAME[1:]], baseline=(refused, *SAME[1:]))
-    assert (run.num_compared, run.num_equal, run.errors, run.left_out) == (3, 3, [], ["HTTP 400: too long"])
-    assert faults(run, run, 1.0, 2.0) == []
+def test_what_the_whole_server_cannot_take_is_left_out():
+    refused = Answer(error="HTTP 400: too long", is_unfit=True)
+    run = compared([refused, *SAME[1:]], baseline=(refused, *WHOLE[1:]))
+    assert (run.num_compared, run.num_equal, run.errors) == (3, 3, [])
+    assert faults_of(run, run, min_equal=1.0) == []
     nothing = compared([refused] * 4, baseline=(refused,) * 4)
-    assert faults(nothing, None, None, 2.0) == ["the whole server has answered nothing: HTTP 400: too long"]
+    assert faults_of(nothing) == ["the whole server has answered nothing: HTTP 400: too long"]
+
+
+def test_other_errors_of_the_whole_server_are_a_fault():
+    gone = compared(SAME, baseline=(WHOLE[0], *[Answer(error="refused")] * 3))
+    assert faults_of(gone, min_equal=1.0)[0] == "3 requests to the whole server failed, the first: refused"
+    control = compared([Answer(error="HTTP 503")] * 4)
+    assert faults_of(compared(SAME), control)[0] == "4 requests to the whole server failed, the first: HTTP 503"
 
 
 def test_answers_that_differ_more_than_batches_make_them_are_a_fault():
-    other = Answer((7,), (-0.5,), "7", "disaggregated")
-    different = compared([other] * 4)
-    assert "4 of 4 answers differ, where 0 do in the control" in faults(different, compared(SAME), None, 2.0)
-    assert faults(different, different, None, 2.0) == []
-    assert faults(compared([other, *SAME[1:]]), compared(SAME), None, 2.0) == [], "one may be chance"
-    (fault,) = faults(compared([other, *SAME[1:]]), compared(SAME), 1.0, 2.0)
+    different = compared([said((7,))] * 4)
+    assert "4 of 4 answers differ, where 0 do in the control" in faults_of(different, compared(WHOLE))
+    one = compared([said((7,)), *SAME[1:]])
+    assert faults_of(one, compared(WHOLE)) == [], "one may be chance"
+    (fault,) = faults_of(one, compared(WHOLE), min_equal=1.0)
     assert "at least 100.0%" in fault
+    assert "too few to tell" in faults_of(different, different)[0]
+
+
+def test_the_share_that_must_be_equal_may_be_met_exactly():
+    one = compared([said((7,)), *SAME[1:]])
+    assert faults_of(one, min_equal=0.75) == []
 
 
 def test_log_probabilities_that_differ_more_than_in_the_control_are_a_fault():
-    apart = [Answer((1, 2, 3), (-0.5, -0.25, -1.0 + 0.01 * step), "1", "disaggregated") for step in range(4)]
-    near = [Answer((1, 2, 3), (-0.5, -0.25, -1.0 + 0.004 * step), "1") for step in range(4)]
-    (fault,) = faults(compared(apart), compared(near), None, 2.0)
+    apart = [said((1, 2, 3), (-0.5, -0.25, -1.0 + 0.01 * step)) for step in range(4)]
+    near = [said((1, 2, 3), (-0.5, -0.25, -1.0 + 0.004 * step)) for step in range(4)]
+    (fault,) = faults_of(compared(apart), compared(near))
     assert "2 times the control's" in fault
-    assert faults(compared(apart), compared(near), None, 3.0) == []
+    assert faults_of(compared(apart), compared(near), factor=3.0) == []
 
 
-def test_two_whole_servers_prove_nothing():
-    whole = [Answer(answer.tokens, answer.logprobs, answer.text, "decode-only") for answer in SAME]
-    assert "not one request was split" in faults(compared(whole), None, None, 2.0)[0]
-    unsaid = [Answer(answer.tokens, answer.logprobs, answer.text) for answer in SAME]
-    assert faults(compared(unsaid), None, None, 2.0) == []
+@pytest.mark.parametrize("how", [{"path": "decode-only"}, {"cache": "recomputed"}])
+def test_what_is_mostly_whole_proves_nothing(how):
+    whole = [replace(answer, **how) for answer in SAME]
+    assert faults_of(compared([*whole[1:], SAME[0]])) == ["only 1 of 4 requests went through a split"]
+    assert faults_of(compared(WHOLE)) == [], "nobody says so"
+
+
+def test_a_split_is_not_compared_with_a_split():
+    assert faults_of(compared(SAME, baseline=SAME)) == ["what was to be the whole server is a split itself"]
+
+
+def test_a_perplexity_is_a_number():
+    assert math.isfinite(perplexity([said((1,), (-9999.0,))]))
 
 
 @pytest.mark.parametrize(
@@ -133,31 +179,34 @@ def test_two_whole_servers_prove_nothing():
             b'{"choices": [{"text": "x", "token_ids": [1, 2], "logprobs": {"tokens": ["x"], "token_logprobs": [0]}}]}',
             "as many",
         ),
+        (500, b'{"error": "\xff"}', "HTTP 500"),
+        (200, b'{"choices": [{"text": "\xff"}]}', "not a completion"),
     ],
 )
 def test_what_is_no_answer_is_an_error(status, body, error):
-    assert error in answer_of(status, body, "").error
+    assert error in answer_of(status, body, {}).error
 
 
 class Stub:
     """A server whose tokens are its prompt's words, whose log-probabilities follow from `shift`."""
 
-    def __init__(self, shift=0.0, knows_tokens=True):
-        self.shift, self.knows_tokens, self.salts, self.bodies = shift, knows_tokens, set(), []
+    def __init__(self, shift=0.0, knows_tokens=True, obeys=True, path=""):
+        self.shift, self.knows_tokens, self.obeys, self.path = shift, knows_tokens, obeys, path
+        self.salts, self.bodies = set(), []
 
     async def complete(self, request):
         body = await request.json()
         self.bodies.append(body)
         self.salts.add(body["cache_salt"])
         ids = body["prompt"] if isinstance(body["prompt"], list) else tokens_of(body["prompt"])
-        token = body.get("allowed_token_ids", [sum(ids) % 97])[0]
+        token = (body if self.obeys else {}).get("allowed_token_ids", [sum(ids) % 97])[0]
         logprob = -(sum(ids) % 13) / 7 - self.shift
         choice = {
             "text": f" {token}",
             "token_ids": [token],
             "logprobs": {"tokens": [f" {token}"], "token_logprobs": [logprob]},
         }
-        return web.json_response({"choices": [choice]}, headers={"x-kvferry-path": "disaggregated"})
+        return web.json_response({"choices": [choice]}, headers={"x-kvferry-path": self.path})
 
     async def tokenize(self, request):
         if not self.knows_tokens:
@@ -225,11 +274,39 @@ def test_a_server_that_does_not_know_its_tokens_scores_nothing():
     assert (found.baseline.scores, found.control, found.split.perplexity) == ((), None, None)
 
 
+def test_tokens_that_a_server_was_not_told_to_say_are_no_scores():
+    found, _ = asyncio.run(measured(Stub(obeys=False), Stub(), SCORED, with_control=False))
+    assert (found.unscored, found.baseline.scores, found.split.run.scores) == (IGNORED, (), ())
+    found, _ = asyncio.run(measured(Stub(), Stub(obeys=False), SCORED, with_control=False))
+    assert found.split.errors == [IGNORED] * 3
+
+
 def test_the_page_says_what_came_of_it():
-    run = compared([Answer((1, 2, 9), (-0.4, -0.25, -7.0), "<b>"), *SAME[1:]])
-    found = Measured(ITEMS, Run(SAME, ()), run, compared(SAME), "")
+    run = compared([said((9, 2, 9)), *SAME[1:]])
+    found = Measured(ITEMS, run.baseline, run, compared(WHOLE), "")
     text = accuracy_page("<split>", found, ["a fault"])
     assert "&lt;split&gt;" in text
     assert "a fault" in text
-    assert text.count("<svg") == 4
-    json.dumps(run.divergences)
+    assert (text.count("<svg"), text.count('class="bad"')) == (4, 1), "it differs from its first token on"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--against", "http://127.0.0.1:8000/"],
+        ["--against", "http://127.0.0.1:1", "--no-control"],
+        ["--against", "http://127.0.0.1:1", "--no-control", "--min-equal", "1", "--factor", "3"],
+    ],
+)
+def test_what_would_compare_nothing_is_refused(words):
+    result = CliRunner().invoke(app, ["bench", "accuracy", *words])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error:" in result.stderr
+
+
+def test_a_limit_takes_prompts_from_all_of_the_file():
+    for limit in (1, 7, 60, 107, 108, 1000):
+        items = _items(AccuracyOptions(limit=limit))
+        assert len(items) == min(limit, 108)
+        assert items[-1].name.startswith("sum") or limit < 20

@@ -58,7 +58,7 @@ def test_a_split_answers_as_the_whole_does(site, digest):
     assert (code, found["faults"]) == (0, [])
     split = found["split"]
     assert (split["compared"], split["equal"], split["errors"]) == (NUM_PROMPTS, NUM_PROMPTS, [])
-    assert split["disaggregated"] > NUM_PROMPTS
+    assert split["split"] > NUM_PROMPTS
     assert split["perplexity"] == pytest.approx(found["baseline"]["perplexity"], rel=1e-4)
 
 

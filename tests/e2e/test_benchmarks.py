@@ -10,6 +10,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # As little as each of them can do.
 SMALLEST = [
+    "accuracy.py --prompts 2 --only pull",
     "connections.py --repeats 1",
     "device_pair.py --repeats 1 --device cpu --pairs 2-1 --formats token-major --tokens 256",
     "digest.py --repeats 1",

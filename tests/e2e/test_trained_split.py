@@ -14,12 +14,13 @@ from kvferry.cli.environment import cache_directory
 from kvferry.cli.up.fleet import Fleet, FleetOptions
 from kvferry.embedded.model.trained import NEEDED, ensure_gemma
 
-DEADLINE_S = 280.0
+DEADLINE_S = 900.0
 # One of each kind; some are longer than a window of 512 tokens.
 NAMES = ("quiz-0", "language-german", "language-hindi", "files-0", "table-40", "register-32-6", "story-48", "sum-60")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(
         not all(importlib.util.find_spec(name) for name in NEEDED), reason="needs the extra demo: make accuracy"
     ),
@@ -54,9 +55,10 @@ def test_it_answers_as_the_whole_does(fleet, tmp_path):
     )
     command = [sys.executable, "-m", "kvferry", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert (done.returncode, found["faults"]) == (0, []), done.stderr
     split = found["split"]
     assert (split["compared"], split["equal"]) == (len(NAMES), len(NAMES))
-    assert split["disaggregated"] == 2 * len(NAMES)
+    assert split["split"] == 2 * len(NAMES)
     assert found["baseline"]["perplexity"] < 100, "it knows what it says"

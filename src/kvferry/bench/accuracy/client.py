@@ -14,8 +14,8 @@ from kvferry.bench.accuracy.completion import Answer, answer_of
 from kvferry.bench.load.answer import refusal
 from kvferry.http.client_errors import client_error_text
 
-# Where kvferry's router says how a request has gone.
-PATH_HEADER = "x-kvferry-path"
+# Not every server knows the field.
+IGNORED = "the server has not answered with the only token that was allowed (allowed_token_ids)"
 
 Progress = Callable[[], None]
 
@@ -46,7 +46,9 @@ class Server:
         return await self._each([{"prompt": prompt, **fields} for prompt in prompts], progress)
 
     async def scores(self, forced: Iterable[Forced], progress: Progress) -> list[Answer]:
-        """Each given token after its prompt, with its log-probability: no other is allowed to follow."""
+        """Each given token after its prompt, with its log-probability: no other is allowed to follow. The answer is an
+        error if one does, or if the server does not say which."""
+        forced = list(forced)
         bodies = [
             {
                 "prompt": list(each.prompt),
@@ -58,10 +60,11 @@ class Server:
             }
             for each in forced
         ]
-        return await self._each(bodies, progress)
+        answers = await self._each(bodies, progress)
+        return [_checked(answer, each.token) for answer, each in zip(answers, forced, strict=True)]
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
-        """The token ids of a prompt. Raises OSError or ValueError where the server cannot tell them."""
+        """The token ids of a prompt. Raises ClientError, OSError or ValueError where the server cannot tell them."""
         async with self._session() as session:
             body = await _post(session, f"{self.url}/tokenize", {"model": self.model, "prompt": text})
         return msgspec.convert(body, Tokenized).tokens
@@ -90,12 +93,15 @@ class Server:
         body = fields | {"model": self.model, "temperature": 0} | ({"cache_salt": self.salt} if self.salt else {})
         try:
             async with session.post(f"{self.url}/v1/completions", json=body) as response:
-                path = response.headers.get(PATH_HEADER, "")
-                return answer_of(response.status, await response.read(), path)
+                return answer_of(response.status, await response.read(), response.headers)
         except TimeoutError:
             return Answer(error=f"no answer within {self.timeout_s:g} s (--timeout)")
         except (aiohttp.ClientError, OSError) as error:
             return Answer(error=client_error_text(error))
+
+
+def _checked(answer: Answer, token: int) -> Answer:
+    return answer if answer.error or answer.ids == (token,) else Answer(error=IGNORED)
 
 
 class Tokenized(msgspec.Struct, frozen=True):

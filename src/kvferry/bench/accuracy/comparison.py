@@ -11,11 +11,8 @@ from kvferry.bench.accuracy.completion import Answer
 from kvferry.bench.accuracy.items import Item
 from kvferry.bench.report.record import percentile
 
-DISAGGREGATED = "disaggregated"
-# Of so many answers that differ by chance, two standard deviations (Poisson) more are chance as well.
-DEVIATIONS = 2.0
-# Differences of log-probabilities up to this are rounding, whatever the control has.
-ROUNDING = 1e-4
+# The largest number has an exponent of 709.
+MAX_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +22,18 @@ class Run:
     answers: tuple[Answer, ...]
     scores: tuple[Answer, ...]
 
+    @property
+    def all(self) -> tuple[Answer, ...]:
+        return (*self.answers, *self.scores)
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """Answers of a run beside those of the baseline, prompt by prompt, and scores of references likewise."""
+    """A run beside the baseline, prompt by prompt and reference by reference."""
 
     items: tuple[Item, ...]
-    baseline: tuple[Answer, ...]
-    answers: tuple[Answer, ...]
-    baseline_scores: tuple[Answer, ...] = ()
-    scores: tuple[Answer, ...] = ()
+    baseline: Run
+    run: Run
 
     @cached_property
     def errors(self) -> list[str]:
@@ -42,18 +41,10 @@ class Comparison:
         return [other.error for one, other in self._pairs if other.error and not one.error]
 
     @cached_property
-    def left_out(self) -> list[str]:
-        """Why the baseline has not answered, as where prompts are too long for its model: those are not compared."""
-        return [one.error for one, _ in self._pairs if one.error]
-
-    @cached_property
     def divergences(self) -> dict[str, int]:
         """Of each prompt whose answers differ, the first token that does."""
-        return {
-            item.name: first
-            for item, one, other in self._answered
-            if (first := _first_difference(one.tokens, other.tokens)) is not None
-        }
+        found = {item.name: first_difference(one, other) for item, one, other in self._answered}
+        return {name: first for name, first in found.items() if first is not None}
 
     @property
     def num_compared(self) -> int:
@@ -66,14 +57,9 @@ class Comparison:
     @cached_property
     def differences(self) -> list[float]:
         """Of the log-probabilities of all tokens up to the first that differs, and of all tokens of references."""
-        pairs = [(one, other) for _, one, other in self._answered] + self._scored
-        return [
-            abs(mine - theirs)
-            for one, other in pairs
-            for mine, theirs in zip(
-                one.logprobs[: _first_difference(one.tokens, other.tokens)], other.logprobs, strict=False
-            )
-        ]
+        pairs = [*((one, other) for _, one, other in self._answered), *self._scored]
+        cut = [(one.logprobs[: first_difference(one, other)], other.logprobs) for one, other in pairs]
+        return [abs(mine - theirs) for one, other in cut for mine, theirs in zip(one, other, strict=False)]
 
     @property
     def mean_difference(self) -> float:
@@ -89,28 +75,27 @@ class Comparison:
         return perplexity([other for _, other in self._scored])
 
     @property
-    def num_disaggregated(self) -> int | None:
-        """How many answers a router says to have got from a split; None where none of them has said anything."""
-        said = [answer.path for answer in (*self.answers, *self.scores) if answer.path]
-        return sum(path == DISAGGREGATED for path in said) if said else None
+    def num_split(self) -> int | None:
+        """Of how many answers the cache has moved; None where nobody says so."""
+        said = [answer for answer in self.run.all if answer.path]
+        return sum(answer.is_split for answer in said) if said else None
 
     @property
     def num_correct(self) -> int:
-        return num_correct(self.items, self.answers)
+        return num_correct(self.items, self.run.answers)
 
     @property
     def _pairs(self) -> list[tuple[Answer, Answer]]:
-        scores = zip(self.baseline_scores, self.scores, strict=True)
-        return [*zip(self.baseline, self.answers, strict=True), *scores]
+        return list(zip(self.baseline.all, self.run.all, strict=True))
 
     @cached_property
     def _answered(self) -> list[tuple[Item, Answer, Answer]]:
-        triples = zip(self.items, self.baseline, self.answers, strict=True)
+        triples = zip(self.items, self.baseline.answers, self.run.answers, strict=True)
         return [(item, one, other) for item, one, other in triples if not (one.error or other.error)]
 
     @cached_property
     def _scored(self) -> list[tuple[Answer, Answer]]:
-        pairs = zip(self.baseline_scores, self.scores, strict=True)
+        pairs = zip(self.baseline.scores, self.run.scores, strict=True)
         return [(one, other) for one, other in pairs if not (one.error or other.error)]
 
 
@@ -125,48 +110,33 @@ class Measured:
     control: Comparison | None
     unscored: str
 
+    @property
+    def left_out(self) -> list[str]:
+        """What the whole server says of prompts that it cannot take: those are not compared."""
+        return [answer.error for answer in self.baseline.all if answer.is_unfit]
 
-def _first_difference(one: Sequence[int | str], other: Sequence[int | str]) -> int | None:
-    for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
-        if mine != theirs:
-            return place
-    return None if len(one) == len(other) else min(len(one), len(other))
+    @property
+    def failures(self) -> list[str]:
+        """What else went wrong with the whole server."""
+        own = [answer.error for answer in self.baseline.all if answer.error and not answer.is_unfit]
+        return own + (self.control.errors if self.control else [])
+
+
+def first_difference(one: Answer, other: Answer) -> int | None:
+    """By ids where both servers tell them. None for equal answers."""
+    mine, theirs = (one.ids, other.ids) if one.ids and other.ids else (one.tokens, other.tokens)
+    pairs = enumerate(zip(mine, theirs, strict=False))
+    shorter = min(len(mine), len(theirs))
+    first = next((place for place, (this, that) in pairs if this != that), shorter)
+    return None if first == len(mine) == len(theirs) else first
 
 
 def perplexity(scores: Sequence[Answer]) -> float | None:
     values = [value for score in scores for value in score.logprobs]
-    return math.exp(-math.fsum(values) / len(values)) if values else None
+    return math.exp(min(-math.fsum(values) / len(values), MAX_EXPONENT)) if values else None
 
 
 def num_correct(items: Sequence[Item], answers: Sequence[Answer]) -> int:
     """Answers that begin as they should, where that is known."""
     pairs = zip(items, answers, strict=True)
     return sum(bool(item.answer) and answer.text.strip().startswith(item.answer) for item, answer in pairs)
-
-
-def faults(split: Comparison, control: Comparison | None, min_equal: float | None, factor: float) -> list[str]:
-    """Why the split is not as good as the whole, in words; empty if it is.
-
-    What differs is measured by the control, the same server asked in other batches: `factor` times its mean difference,
-    and as many different answers as chance makes of the control's.
-    """
-    found = []
-    if not split.num_compared and split.left_out:
-        found.append(f"the whole server has answered nothing: {split.left_out[0]}")
-    if split.errors:
-        found.append(f"{len(split.errors)} requests failed, the first: {split.errors[0]}")
-    if split.num_disaggregated == 0:
-        found.append("not one request was split: nothing was compared but two whole servers")
-    different, compared = len(split.divergences), split.num_compared
-    if min_equal is not None and split.num_equal < min_equal * compared:
-        found.append(f"{different} of {compared} answers differ; expected at least {min_equal:.1%} to be equal")
-    if control is not None:
-        by_chance = len(control.divergences)
-        if different > by_chance + DEVIATIONS * math.sqrt(by_chance + 1):
-            found.append(f"{different} of {compared} answers differ, where {by_chance} do in the control")
-        if split.mean_difference > factor * control.mean_difference + ROUNDING:
-            found.append(
-                f"log-probabilities differ by {split.mean_difference:.2g} on average, more than {factor:g} times the "
-                f"control's {control.mean_difference:.2g}"
-            )
-    return found

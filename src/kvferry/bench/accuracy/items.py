@@ -7,6 +7,7 @@ answer begins with.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from importlib import resources
 from typing import Annotated
@@ -16,7 +17,7 @@ from msgspec import Meta
 
 from kvferry.errors import ConfigurationError
 
-MAX_ITEMS = 100_000
+MAX_ITEMS = 10_000
 EXAMPLE = '{"prompt": "…"} on each line, and if you like "name", "reference" and "answer"'
 
 
@@ -42,13 +43,16 @@ def read_items(lines: Iterable[str]) -> tuple[Item, ...]:
                 f"line {number} of the prompts is wrong", found=str(error), expected=EXAMPLE
             ) from None
         items.append(item if item.name else msgspec.structs.replace(item, name=str(number)))
+    names = Counter(item.name for item in items)
+    if twice := next((name for name, count in names.items() if count > 1), ""):
+        raise ConfigurationError("two prompts have the same name", found=twice, expected="a name of its own for each")
     if not 0 < len(items) <= MAX_ITEMS:
         raise ConfigurationError("no prompts, or too many", found=str(len(items)), expected=f"1 to {MAX_ITEMS}")
     return tuple(items)
 
 
 def shipped_items() -> tuple[Item, ...]:
-    """Those that come with kvferry: 30 to 6,000 tokens of prose, verse, code and tables, in several languages."""
+    """Those that come with kvferry: 4 to 7,000 tokens of questions, stories, code and tables, in several languages."""
     return read_items(
         resources.files("kvferry.bench.accuracy").joinpath("prompts.jsonl").read_text("utf-8").splitlines()
     )

@@ -16,10 +16,10 @@ def accuracy_page(title: str, measured: Measured, faults: list[str]) -> str:
 
 
 def _section(name: str, run: Comparison) -> Section:
-    lengths = [float(len(answer.tokens)) for answer in run.answers]
-    places = tuple((float(number), float(run.divergences.get(item.name, 0))) for number, item in enumerate(run.items))
-    different = tuple((number, place) for number, place in places if place)
-    axes = Axis("prompt", round_up(len(places))), Axis("token", round_up(max(lengths, default=1.0)))
+    lengths = [float(len(answer.tokens)) for answer in run.run.answers]
+    numbers = {item.name: float(number) for number, item in enumerate(run.items, 1)}
+    different = tuple((numbers[prompt], float(token + 1)) for prompt, token in run.divergences.items())
+    axes = Axis("prompt", round_up(len(numbers))), Axis("token", round_up(max(lengths, default=1.0)))
     apart = f"log-probabilities differ by {run.mean_difference:.2g} on average"
     return Section(
         title=name,

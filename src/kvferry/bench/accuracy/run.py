@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvferry.bench.accuracy.client import Forced, Progress, Server
+import aiohttp
+
+from kvferry.bench.accuracy.client import IGNORED, Forced, Progress, Server
 from kvferry.bench.accuracy.comparison import Comparison, Measured, Run
 from kvferry.bench.accuracy.items import Item
+from kvferry.http.client_errors import client_error_text
 
 Phase = Callable[[str, int], Progress]
 """Says what is going to be asked, and how often; returns what counts the answers."""
@@ -33,14 +36,15 @@ async def measure(
         return Run(tuple(answers), tuple(await server.scores(forced, count)))
 
     baseline = await run("whole, one at a time", replace(whole, at_once=1, salt=f"{whole.salt}-baseline"))
+    if any(answer.error == IGNORED for answer in baseline.scores):
+        forced, unscored, baseline = [], IGNORED, replace(baseline, scores=())
 
-    def compared(other: Run) -> Comparison:
-        return Comparison(items, baseline.answers, other.answers, baseline.scores, other.scores)
+    async def compared(name: str, server: Server) -> Comparison:
+        return Comparison(items, baseline, await run(name, server))
 
-    control = (
-        compared(await run("whole, control", replace(whole, salt=f"{whole.salt}-control"))) if with_control else None
-    )
-    return Measured(items, baseline, compared(await run("split", split)), control, unscored)
+    again = replace(whole, salt=f"{whole.salt}-control")
+    control = await compared("whole, several at once", again) if with_control else None
+    return Measured(items, baseline, await compared("split", split), control, unscored)
 
 
 async def _forced(server: Server, items: Sequence[Item], num_tokens: int) -> tuple[list[Forced], str]:
@@ -51,13 +55,13 @@ async def _forced(server: Server, items: Sequence[Item], num_tokens: int) -> tup
             if item.reference:
                 prompt, text = await server.tokenize(item.prompt), await server.tokenize(item.prompt + item.reference)
                 found += _spread(prompt, text, num_tokens)
-    except (OSError, ValueError) as error:
-        return [], str(error) or type(error).__name__
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        return [], client_error_text(error) if isinstance(error, aiohttp.ClientError) else str(error)
     return found, ""
 
 
 def _spread(prompt: tuple[int, ...], text: tuple[int, ...], num_tokens: int) -> list[Forced]:
-    """Tokens of a text after those that it shares with its prompt, the first and the last among them."""
+    """Tokens of a text after those that it shares with its prompt: the first, and others as far apart as can be."""
     shared = next((at for at, pair in enumerate(zip(prompt, text, strict=False)) if pair[0] != pair[1]), len(prompt))
     first, last = max(shared, 1), len(text) - 1
     steps = min(num_tokens, last - first + 1)

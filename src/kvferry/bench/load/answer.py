@@ -70,7 +70,7 @@ def refusal(status: int, body: bytes) -> str:
     """The words of a response that is no answer."""
     try:
         words = message_of(msgspec.json.decode(body, type=dict[str, Any]))
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         words = body[:100].decode(errors="replace")
     return f"HTTP {status}: {words}".rstrip(": ")
 

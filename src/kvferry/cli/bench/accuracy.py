@@ -10,10 +10,11 @@ from collections.abc import Callable
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvferry.bench.accuracy.client import Server
-from kvferry.bench.accuracy.comparison import Comparison, Measured, faults, num_correct, perplexity
+from kvferry.bench.accuracy.comparison import Comparison, Measured, num_correct, perplexity
 from kvferry.bench.accuracy.items import Item, read_items, shipped_items
 from kvferry.bench.accuracy.page import accuracy_page
 from kvferry.bench.accuracy.run import Extent, measure
+from kvferry.bench.accuracy.verdict import Limits, faults
 from kvferry.bench.load.target import served_model
 from kvferry.cli import console
 from kvferry.cli.bench.accuracy_table import show
@@ -29,7 +30,7 @@ def bench_accuracy(options: AccuracyOptions) -> int:
     """Exit code 0 when the split answers as the whole does, as far as the limits say. Raises ConfigurationError."""
     plot, items = console.page_file(options.plot), _items(options)
     measured = asyncio.run(_run(options, items))
-    found = faults(measured.split, measured.control, options.min_equal, options.factor)
+    found = faults(measured, Limits(options.min_equal, options.factor))
     if plot is not None:
         console.write_page(plot, accuracy_page(f"{options.url} against {options.against}", measured, found))
     if options.as_json:
@@ -49,8 +50,8 @@ def _items(options: AccuracyOptions) -> tuple[Item, ...]:
         except (OSError, UnicodeDecodeError) as error:
             found = f"{options.prompts}: {os_error_text(error)}"
             raise ConfigurationError("cannot read the prompts", found=found, expected="a JSONL file") from None
-    step = max(1, len(items) // options.limit) if options.limit else 1
-    return items[::step][: options.limit or None]
+    number = min(options.limit or len(items), len(items))
+    return tuple(items[place * len(items) // number] for place in range(number))
 
 
 async def _run(options: AccuracyOptions, items: tuple[Item, ...]) -> Measured:
@@ -90,7 +91,7 @@ def _json(options: AccuracyOptions, measured: Measured, found: list[str]) -> dic
         "split": _figures(measured.split),
         "control": _figures(measured.control) if measured.control else None,
         "with_answer": sum(bool(item.answer) for item in measured.items),
-        "left_out": measured.split.left_out,
+        "left_out": measured.left_out,
         "not_scored": measured.unscored or None,
         "faults": found,
     }
@@ -108,6 +109,6 @@ def _figures(run: Comparison) -> dict[str, object]:
         },
         "perplexity": run.perplexity,
         "correct": run.num_correct,
-        "disaggregated": run.num_disaggregated,
+        "split": run.num_split,
         "errors": run.errors,
     }

