@@ -97,7 +97,9 @@ class AccuracyOptions:
         list[str], server(help="'Name: value', sent with every request; repeatable. API key: KVFERRY_API_KEY.")
     ] = field(default_factory=list)
     timeout: Annotated[float, server(min=0.1, help="Time limit of one request, in seconds.")] = 600.0
-    prompts: Annotated[str, asked(help="JSONL file: prompt, and if you like name, reference, answer.")] = ""
+    prompts: Annotated[
+        str, asked(help="JSONL file: prompt, name, reference, answer. Without it, those of kvferry.")
+    ] = ""
     limit: Annotated[int, asked(min=0, help="Number of prompts, spread over the file; 0 takes all.")] = 0
     max_tokens: Annotated[int, asked(min=1, help="Length of an answer in tokens.")] = 32
     score_tokens: Annotated[int, asked(min=0, help="Tokens of each reference to score, spread over it.")] = 4
