@@ -76,6 +76,7 @@ def test_its_name_is_an_option(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(not IS_INSTALLED, reason="needs the extra demo: make accuracy")
 def test_the_real_one_knows_its_language(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
