@@ -22,6 +22,8 @@ OF_OTHERS = {
     *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--kv-transfer-config", "--max-num-batched-tokens"),
     *(
         "--middleware",
+        "--enforce-eager",
+        "--max-model-len",
         "--tensor-parallel-size",
         "--disaggregation-transfer-backend",
         "--mem-fraction-static",
