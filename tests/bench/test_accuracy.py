@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
+from collections import Counter
 from dataclasses import replace
 
 import accuracy_prompts
@@ -15,8 +17,8 @@ from kvferry.bench.accuracy.client import IGNORED, Server
 from kvferry.bench.accuracy.comparison import Comparison, Measured, Run, perplexity
 from kvferry.bench.accuracy.completion import Answer, answer_of
 from kvferry.bench.accuracy.items import Item, read_items, shipped_items
-from kvferry.bench.accuracy.page import accuracy_page
-from kvferry.bench.accuracy.run import Extent, measure
+from kvferry.bench.accuracy.page import _section, accuracy_page
+from kvferry.bench.accuracy.run import Extent, _spread, measure
 from kvferry.bench.accuracy.verdict import Limits, faults
 from kvferry.cli.bench.accuracy import _items
 from kvferry.cli.bench.command import AccuracyOptions
@@ -140,8 +142,46 @@ def test_answers_that_differ_more_than_batches_make_them_are_a_fault():
 
 
 def test_the_share_that_must_be_equal_may_be_met_exactly():
-    one = compared([said((7,)), *SAME[1:]])
-    assert faults_of(one, min_equal=0.75) == []
+    """0.56 times 100 is more than 56, as a computer multiplies."""
+    items = tuple(Item("x", str(number)) for number in range(100))
+    other = Run((SAME[0],) * 56 + (said((7,)),) * 44, ())
+    split = Comparison(items, Run((WHOLE[0],) * 100, ()), other)
+    for share, num_faults in ((0.56, 0), (0.57, 1)):
+        assert len(faults(Measured(items, split.baseline, split, None, ""), Limits(share))) == num_faults
+
+
+def test_ids_are_compared_where_both_servers_tell_them():
+    assert compared([replace(SAME[0], ids=(1, 2, 4)), *SAME[1:]]).divergences == {"p0": 2}
+
+
+def test_what_is_invalid_for_a_server_is_told_from_what_fails():
+    assert [answer_of(status, b"{}", {}).is_unfit for status in (400, 413, 422, 401, 404, 429, 500)] == [True] * 3 + [
+        False
+    ] * 4
+
+
+def test_a_token_is_never_asked_for_after_nothing():
+    assert [each.prompt for each in _spread((5,), (7, 8, 9), 2)] == [(7,), (7, 8)]
+
+
+def test_a_server_that_is_gone_or_silent_is_an_error_of_each_answer():
+    async def ask():
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            gone = Server(f"http://127.0.0.1:{nobody.getsockname()[1]}", "m")
+            answers = await gone.answers(["x"], 1, lambda: None)
+            measured = await measure(gone, gone, SCORED, Extent(1, 1), lambda *_: lambda: None, with_control=False)
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            server = Server(f"http://127.0.0.1:{silent.getsockname()[1]}", "m", timeout_s=0.2)
+            return [*answers, *await server.answers(["x"], 1, lambda: None)], measured
+
+    (gone, silent), measured = asyncio.run(ask())
+    assert gone.error
+    assert "--timeout" in silent.error
+    assert measured.unscored
+    assert len(measured.failures) == len(SCORED)
 
 
 def test_log_probabilities_that_differ_more_than_in_the_control_are_a_fault():
@@ -193,9 +233,15 @@ class Stub:
     def __init__(self, shift=0.0, knows_tokens=True, obeys=True, path=""):
         self.shift, self.knows_tokens, self.obeys, self.path = shift, knows_tokens, obeys, path
         self.salts, self.bodies = set(), []
+        self.open, self.most_open = Counter(), Counter()
 
     async def complete(self, request):
         body = await request.json()
+        self.open[body["cache_salt"]] += 1
+        self.most_open[body["cache_salt"]] = max(self.most_open[body["cache_salt"]], self.open[body["cache_salt"]])
+        # Whoever else asks at the same time has its turn.
+        await asyncio.sleep(0)
+        self.open[body["cache_salt"]] -= 1
         self.bodies.append(body)
         self.salts.add(body["cache_salt"])
         ids = body["prompt"] if isinstance(body["prompt"], list) else tokens_of(body["prompt"])
@@ -209,6 +255,8 @@ class Stub:
         return web.json_response({"choices": [choice]}, headers={"x-kvferry-path": self.path})
 
     async def tokenize(self, request):
+        if self.knows_tokens is None:
+            request.transport.close()
         if not self.knows_tokens:
             return web.json_response({"error": {"message": "what?"}}, status=404)
         return web.json_response({"tokens": tokens_of((await request.json())["prompt"]), "count": 1})
@@ -264,6 +312,7 @@ def test_references_are_scored_token_by_token_on_both_sides():
     assert (last["prompt"], last["allowed_token_ids"]) == (text[:-1], [text[-1]])
     assert found.split.perplexity == pytest.approx(found.control.perplexity * math.exp(0.5))
     assert found.split.difference(100) == pytest.approx(0.5)
+    assert whole.most_open["s-baseline"] == 1
     assert len(whole.salts) == 2, "the control uses no cache of the baseline"
     assert not split.salts & whole.salts
 
@@ -272,6 +321,12 @@ def test_a_server_that_does_not_know_its_tokens_scores_nothing():
     found, _ = asyncio.run(measured(Stub(knows_tokens=False), Stub(), SCORED, with_control=False))
     assert found.unscored == "HTTP 404: what?"
     assert (found.baseline.scores, found.control, found.split.perplexity) == ((), None, None)
+
+
+def test_a_server_that_hangs_up_when_it_is_asked_for_tokens_scores_nothing():
+    found, _ = asyncio.run(measured(Stub(knows_tokens=None), Stub(), SCORED, with_control=False))
+    assert found.unscored
+    assert not found.failures
 
 
 def test_tokens_that_a_server_was_not_told_to_say_are_no_scores():
@@ -287,7 +342,8 @@ def test_the_page_says_what_came_of_it():
     text = accuracy_page("<split>", found, ["a fault"])
     assert "&lt;split&gt;" in text
     assert "a fault" in text
-    assert (text.count("<svg"), text.count('class="bad"')) == (4, 1), "it differs from its first token on"
+    assert text.count("<svg") == 4
+    assert _section("Split", run).charts[1].series[0].points == ((1.0, 1.0),), "it differs from its first token on"
 
 
 @pytest.mark.parametrize(
