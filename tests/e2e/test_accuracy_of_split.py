@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,65 @@ def test_what_is_wrong_is_stopped_by_digests(site, way):
     finally:
         site.full.gate.unlink()
     assert (found["choices"][0]["token_ids"], found["kvferry"]["recomputed"]) == (whole["token_ids"], "digest")
+
+
+TASK = """
+task: harbour
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{documents}"}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 8, do_sample: false}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with a task of lm-eval: longer prompts of those that come with kvferry."""
+    pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+    folder = tmp_path_factory.mktemp("tasks")
+    documents = [item for item in accuracy_prompts.items() if 400 < len(item["prompt"]) < 4000][:NUM_PROMPTS]
+    lines = [json.dumps({"prompt": item["prompt"], "answer": item.get("answer", "none")}) for item in documents]
+    (folder / "documents.jsonl").write_text("\n".join(lines))
+    (folder / "harbour.yaml").write_text(TASK.format(documents=folder / "documents.jsonl"))
+    return folder
+
+
+def compare_tasks(site, folder, task="harbour"):
+    """The process that has ended."""
+    servers = ("--url", site.routers["off"].url, "--against", site.p.url)
+    words = ("bench", "accuracy", *servers, "--lm-eval", task, "--json", "--header", "X-Tenant: secret")
+    command = [sys.executable, "-m", "kvferry", *words, "--", "--include_path", str(folder)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
+
+
+def test_tasks_of_lm_eval_are_answered_as_the_whole_does(site, tasks):
+    done = compare_tasks(site, tasks)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    split = found["split"]
+    assert (split["compared"], split["equal"], split["split"]) == (NUM_PROMPTS, NUM_PROMPTS, NUM_PROMPTS)
+    assert found["control"]["equal"] == NUM_PROMPTS
+    assert [score["metric"] for score in found["baseline"]] == ["exact_match"]
+    assert "secret" not in done.stderr
+
+
+def test_what_is_wrong_is_seen_by_tasks_of_lm_eval(site, tasks):
+    site.off.gate.write_text("shifted")
+    try:
+        done = compare_tasks(site, tasks)
+    finally:
+        site.off.gate.unlink()
+    assert done.returncode == 1, done.stderr
+    assert "answers differ" in json.loads(done.stdout)["faults"][0]
+
+
+def test_what_lm_eval_refuses_is_one_error(site, tasks):
+    done = compare_tasks(site, tasks, "nosuch")
+    assert done.returncode == 2
+    assert "lm-eval has not evaluated the server" in done.stderr
+    assert "nosuch" in done.stderr

@@ -11,6 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # As little as each of them can do.
 SMALLEST = [
     "accuracy.py --prompts 2 --only pull",
+    "accuracy_defects.py --prompts 2",
     "connections.py --repeats 1",
     "device_pair.py --repeats 1 --device cpu --pairs 2-1 --formats token-major --tokens 256",
     "digest.py --repeats 1",

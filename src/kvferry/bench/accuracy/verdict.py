@@ -47,18 +47,24 @@ def _not_compared(measured: Measured) -> Iterator[str]:
 
 
 def _different(split: Comparison, control: Comparison | None, limits: Limits) -> Iterator[str]:
-    different, compared = len(split.divergences), split.num_compared
-    if limits.min_equal is not None and split.num_equal < limits.min_equal * compared - SLACK:
-        yield f"{different} of {compared} answers differ; expected at least {limits.min_equal:.1%} to be equal"
+    by_chance = len(control.divergences) if control is not None else None
+    yield from too_many_differ(len(split.divergences), split.num_compared, by_chance, limits.min_equal)
     if control is None:
         return
-    by_chance = len(control.divergences)
+    if split.mean_difference > limits.factor * control.mean_difference + ROUNDING:
+        ours, theirs = split.mean_difference, control.mean_difference
+        more = f"more than {limits.factor:g} times the control's {theirs:.2g}"
+        yield f"log-probabilities differ by {ours:.2g} on average, {more}"
+
+
+def too_many_differ(different: int, compared: int, by_chance: int | None, min_equal: float | None) -> Iterator[str]:
+    """Of so many answers, where so many differ in a control, None without one."""
+    if min_equal is not None and compared - different < min_equal * compared - SLACK:
+        yield f"{different} of {compared} answers differ; expected at least {min_equal:.1%} to be equal"
+    if by_chance is None:
+        return
     most = by_chance + DEVIATIONS * math.sqrt(2 * by_chance + 1)
     if different > most:
         yield f"{different} of {compared} answers differ, where {by_chance} do in the control"
     elif different and most >= compared:
         yield f"{different} of {compared} answers differ: these are too few to tell whether that is chance"
-    if split.mean_difference > limits.factor * control.mean_difference + ROUNDING:
-        ours, theirs = split.mean_difference, control.mean_difference
-        more = f"more than {limits.factor:g} times the control's {theirs:.2g}"
-        yield f"log-probabilities differ by {ours:.2g} on average, {more}"

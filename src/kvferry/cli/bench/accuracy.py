@@ -54,7 +54,8 @@ def _items(options: AccuracyOptions) -> tuple[Item, ...]:
     return tuple(items[place * len(items) // number] for place in range(number))
 
 
-async def _run(options: AccuracyOptions, items: tuple[Item, ...]) -> Measured:
+async def servers_of(options: AccuracyOptions) -> tuple[Server, Server]:
+    """The whole server and the split. Raises ConfigurationError."""
     headers, salt = headers_named(options.header), f"accuracy-{secrets.token_hex(4)}"
     sides = []
     for url in (options.against, options.url):
@@ -62,6 +63,11 @@ async def _run(options: AccuracyOptions, items: tuple[Item, ...]) -> Measured:
         model = await served_model(base, options.model, headers)
         sides.append(Server(base, model, headers, options.concurrency, salt, options.timeout))
     whole, split = sides
+    return whole, split
+
+
+async def _run(options: AccuracyOptions, items: tuple[Item, ...]) -> Measured:
+    whole, split = await servers_of(options)
     extent = Extent(options.max_tokens, options.score_tokens)
     with _progress() as progress:
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Annotated
@@ -11,7 +11,7 @@ import typer
 
 from kvferry.bench.load.workload import Endpoint
 from kvferry.bench.report.slo import ItlBy
-from kvferry.cli.options import Json, command_of, common, is_given, option_of
+from kvferry.cli.options import Json, check_unused, command_of, common, is_given, option_of
 from kvferry.errors import ConfigurationError
 
 server = partial(typer.Option, rich_help_panel="Server")
@@ -19,6 +19,7 @@ arrivals = partial(typer.Option, rich_help_panel="Arrival of requests")
 asked = partial(typer.Option, rich_help_panel="Requests")
 good = partial(typer.Option, rich_help_panel="Limits")
 
+NOT_BESIDE_LM_EVAL = ("prompts", "max_tokens", "score_tokens", "factor", "plot")
 # What one option does without another: nothing.
 NEEDS = {
     "trace_speed": "trace",
@@ -100,6 +101,9 @@ class AccuracyOptions:
     prompts: Annotated[
         str, asked(help="JSONL file: prompt, name, reference, answer. Without it, those of kvferry.")
     ] = ""
+    lm_eval: Annotated[
+        str, asked(help="Instead of prompts: tasks of lm-eval, with commas; options of lm-eval come after --.")
+    ] = ""
     limit: Annotated[int, asked(min=0, help="Number of prompts, spread over the file; 0 takes all.")] = 0
     max_tokens: Annotated[int, asked(min=1, help="Length of an answer in tokens.")] = 32
     score_tokens: Annotated[int, asked(min=0, help="Tokens of each reference to score, spread over it.")] = 4
@@ -115,9 +119,10 @@ class AccuracyOptions:
     ] = None
     plot: Annotated[str, common(help="Write an HTML page with the differences.")] = ""
     as_json: Json = False
+    arguments: tuple[str, ...] = ()
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 @command_of(AccuracyOptions, "router")
 def accuracy(context: typer.Context, options: AccuracyOptions) -> int:
     """Compare the answers of a split with those of one server that does everything.
@@ -125,9 +130,13 @@ def accuracy(context: typer.Context, options: AccuracyOptions) -> int:
     Both get the same prompts, at temperature 0. The whole server is asked twice, in different batches: what that
     changes is the measure of what the split may. Exit code 1 if it changes more.
     """
+    _check_accuracy(context, options)
+    if options.lm_eval:
+        from kvferry.cli.bench.accuracy_tasks import bench_tasks
+
+        return bench_tasks(replace(options, arguments=tuple(context.args)))
     from kvferry.cli.bench.accuracy import bench_accuracy
 
-    _check_accuracy(context, options)
     return bench_accuracy(options)
 
 
@@ -138,6 +147,11 @@ def _check_accuracy(context: typer.Context, options: AccuracyOptions) -> None:
         raise ConfigurationError("--against is missing", expected=one)
     if options.against.rstrip("/") == options.url.rstrip("/"):
         raise ConfigurationError("--url and --against are the same server", found=options.url, expected=one)
+    if options.lm_eval:
+        check_unused(context, NOT_BESIDE_LM_EVAL, "beside --lm-eval")
+    elif context.args:
+        found, hint = " ".join(context.args), "options of lm-eval need --lm-eval TASK"
+        raise ConfigurationError("these arguments mean nothing here", found=found, hint=hint)
     if not options.control and options.min_equal is None:
         raise ConfigurationError(
             "--no-control leaves nothing to judge by", hint="add --min-equal, or leave out --no-control"
