@@ -82,7 +82,7 @@ def codes(page):
 def test_every_option_in_the_text_is_one():
     """Decisions also name what was not taken."""
     ours_to_check = [page for page in pages() if "decisions" not in page.parts]
-    options = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+    options = re.compile(r"(?<![\w-])--[a-z][a-z_-]+")
     named = {option for page in ours_to_check for code in codes(page) for option in options.findall(code)}
     scripts = "".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
     ours = all_options() | set(re.findall(r"\"(--[a-z-]+)\"", scripts))
