@@ -80,16 +80,18 @@ def ways_of(prefill: Side, decode: Side, copies: Iterable[tuple[str, str]]) -> d
 ALL_COPIES = tuple(product(("shm", "cma", "tcp", "nixl"), ("direct", "scatter", "pack")))
 # Each transport and each strategy once: what moves bytes is the same code on every engine.
 SOME_COPIES = (("shm", "direct"), ("cma", "scatter"), ("tcp", "pack"), ("nixl", "direct"))
+# vLLM's cache is no shared memory, its staging memory is.
+COPIES_OF_VLLM = (("shm", "pack"), *SOME_COPIES[1:])
 OURS, VLLM, TWO_RANKS = Side(), Side("vllm"), Side("vllm", ranks=2)
 
 WAYS: dict[str, dict[str, Way]] = {
     "transformers": ways_of(OURS, OURS, ALL_COPIES),
     "vllm": {
-        **ways_of(VLLM, VLLM, SOME_COPIES),
+        **ways_of(VLLM, VLLM, COPIES_OF_VLLM),
         "two ranks to one": Way(TWO_RANKS, VLLM),
         "one rank to two": Way(VLLM, TWO_RANKS),
     },
-    "vllm to transformers": ways_of(VLLM, OURS, SOME_COPIES),
+    "vllm to transformers": ways_of(VLLM, OURS, COPIES_OF_VLLM),
     "transformers to vllm": ways_of(OURS, VLLM, SOME_COPIES),
 }
 """By engines, then by name."""

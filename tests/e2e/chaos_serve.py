@@ -5,12 +5,12 @@ from pathlib import Path
 
 from kvferry.cli.main import main
 from kvferry.transport import registry
-from kvferry.transport.tcp.transport import TcpTransport
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from faulty_transport import GatedTransport
 
 gate = Path(sys.argv.pop(1))
-registry.OPENERS["tcp"] = lambda *_: GatedTransport(TcpTransport(), gate.exists)
+open_tcp = registry.OPENERS["tcp"]
+registry.OPENERS["tcp"] = lambda *settings: GatedTransport(open_tcp(*settings), gate.exists)
 main()

@@ -11,22 +11,32 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 from conftest import DEADLINE_S, HEADERS, READY_S, eventually, get, metric
+from hosts import Host
 
 GRANTED = 'kvferry_engine_blocks{state="granted"}'
+Do = Callable[[Callable[[], Any]], Any]
 GATED = Path(__file__).with_name("chaos_serve.py")
 
 
-class Process:
-    """One `kvferry` process. `restart` brings it back at its address; `gate` (a file) holds back what its script says,
-    by default its reads."""
+def _here(work: Callable[[], Any]) -> Any:
+    return work()
 
-    def __init__(self, log: Path, *words: str, script: Path = GATED) -> None:
+
+class Process:
+    """One `kvferry` process, on a host of its own where one is given. `restart` brings it back at its address; `gate` (a
+    file) holds back what its script says, by default its reads."""
+
+    def __init__(self, log: Path, *words: str, script: Path = GATED, host: Host | None = None) -> None:
         self.log = log
+        self.address = host.address if host else "127.0.0.1"
+        self._do: Do = host.do if host else _here
         self._script = script
         self.gate = log.with_suffix(".gate")
         self._words = words
@@ -45,9 +55,8 @@ class Process:
             *self._words[1:],
         )
         with self.log.open("ab") as log:
-            self._popen = subprocess.Popen(
-                (*words, "--port", str(self.port)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+            self._popen = self._do(lambda: subprocess.Popen((*words, "--port", str(self.port)), **pipes))
         return self
 
     def wait(self) -> "Process":
@@ -59,7 +68,8 @@ class Process:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        return f"http://{address}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -113,26 +123,29 @@ class Process:
         finally:
             self.gate.unlink(missing_ok=True)
 
+    def metric(self, name: str) -> float:
+        return self._do(lambda: metric(self.url, name))
+
     @property
     def num_reads(self) -> float:
-        return metric(self.url, "kvferry_agent_open_reads")
+        return self.metric("kvferry_agent_open_reads")
 
     @property
     def num_granted(self) -> float:
-        return metric(self.url, GRANTED)
+        return self.metric(GRANTED)
 
     def until_reading(self, number: int = 1) -> None:
         eventually(lambda: self.num_reads >= number, f"{number} reads are under way")
 
     @property
     def num_slots(self) -> float:
-        return metric(self.url, "kvferry_agent_open_slots")
+        return self.metric("kvferry_agent_open_slots")
 
     def until_free(self) -> None:
         eventually(lambda: self.num_granted == 0, f"the blocks of {self.url} are free")
 
     def ready(self) -> tuple[int, dict]:
-        return get(f"{self.url}/ready")
+        return self._do(lambda: get(f"{self.url}/ready"))
 
 
 @contextlib.contextmanager
@@ -150,16 +163,18 @@ def running(*processes: Process):
 
 
 class Asking:
-    """One completion, asked in a thread; `leave` closes the connection whatever is still to come."""
+    """One completion, asked in a thread, from a host if it says so; `leave` closes the connection whatever is still to
+    come."""
 
-    def __init__(self, url: str, body: dict) -> None:
+    def __init__(self, url: str, body: dict, host: Host | None = None) -> None:
         parts = urlsplit(url)
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=DEADLINE_S)
         self._body = json.dumps({"model": "tiny", "return_token_ids": True} | body).encode()
         self.status, self.headers, self.text = 0, {}, b""
         self.began, self.took_s = threading.Event(), 0.0
         self._started = time.monotonic()
-        self._connection.connect()
+        # No thread can be started on a host, but a socket stays where it was made.
+        (host.do if host else _here)(self._connection.connect)
         self._socket = self._connection.sock
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

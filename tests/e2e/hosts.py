@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 # CLONE_NEWNET, CLONE_NEWPID, CLONE_NEWIPC, CLONE_NEWUTS and CLONE_NEWNS; Python has names for them from 3.12 on.
 NAMESPACES = 0x40000000 | 0x20000000 | 0x08000000 | 0x04000000 | 0x00020000
 STOP_S = 10.0
+# A hardware address that no host has.
+NOBODY = "02:00:00:00:00:00"
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -55,13 +57,16 @@ class Host:
 
 
 class Network:
-    """The first host is where the cables meet: it can unplug each of the others."""
+    """The first host is where the cables meet: it can unplug each of the others, and make its cable slow or narrow.
 
-    def __init__(self, *names: str) -> None:
+    `prefix` is what all addresses begin with: `fd77::` makes a network that knows no IPv4.
+    """
+
+    def __init__(self, *names: str, prefix: str = "10.77.0.") -> None:
         self.hosts: dict[str, Host] = {}
         try:
             for number, name in enumerate(names, 1):
-                self.hosts[name] = Host(name, f"10.77.0.{number}")
+                self.hosts[name] = Host(name, f"{prefix}{number}")
             self._join()
         except BaseException:
             self.close()
@@ -86,6 +91,36 @@ class Network:
     def plug_in(self, name: str) -> None:
         self._centre.run("ip", "link", "set", "dev", name, "up")
 
+    def lose(self, source: str, target: str) -> None:
+        """What `source` sends to `target` gets lost on its way; what comes back does not."""
+        address = self.hosts[target].address
+        self.hosts[source].run(
+            *("ip", "neighbor", "replace", address, "lladdr", NOBODY, "nud", "permanent", "dev", "eth0")
+        )
+
+    def find(self, source: str, target: str) -> None:
+        """The end of `lose`."""
+        self.hosts[source].run("ip", "neighbor", "delete", self.hosts[target].address, "dev", "eth0")
+
+    def drop_longer_than(self, num_bytes: int, name: str) -> None:
+        """Longer packets for this host are dropped, and nobody is told: a black hole, as behind a tunnel."""
+        self._centre.run("ip", "link", "set", "dev", name, "mtu", str(num_bytes))
+
+    def slow_down(self, name: str, rate: str) -> None:
+        """So fast is the cable to this host, such as `10mbit`; an empty rate is as fast as can be."""
+        if rate:
+            limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
+            self._centre.run("tc", "qdisc", "replace", "dev", name, "root", *limit)
+        else:
+            self._centre.run("tc", "qdisc", "delete", "dev", name, "root")
+
+    def move(self, name: str, address: str) -> None:
+        """Give a host another address, the only one that it then has."""
+        host = self.hosts[name]
+        host.run("ip", "address", "flush", "dev", "eth0")
+        host.address = address
+        host.run(*_address("eth0", address))
+
     def close(self) -> None:
         """The network ends with its hosts."""
         for host in self.hosts.values():
@@ -94,8 +129,14 @@ class Network:
 
 def _bring_up(host: Host, device: str) -> None:
     host.run("ip", "link", "set", "lo", "up")
-    host.run("ip", "address", "add", f"{host.address}/24", "dev", device)
+    host.run(*_address(device, host.address))
     host.run("ip", "link", "set", device, "up")
+
+
+def _address(device: str, address: str) -> tuple[str, ...]:
+    # An address of IPv6 can be used at once only if nobody asks first whether somebody else has it.
+    size, more = ("64", ("nodad",)) if ":" in address else ("24", ())
+    return ("ip", "address", "add", f"{address}/{size}", "dev", device, *more)
 
 
 def _leave_home() -> tuple[int, subprocess.Popen]:

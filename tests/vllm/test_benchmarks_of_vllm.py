@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEADLINE_S = 240.0
 
 
-@pytest.mark.parametrize("name", ["vllm_pd.py", "vllm_early.py"])
+@pytest.mark.parametrize("name", ["accuracy.py", "vllm_pd.py", "vllm_early.py"])
 def test_it_starts(name):
     command = [sys.executable, str(BENCHMARKS / name), "--help"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
