@@ -55,9 +55,9 @@ slow: .venv/dev
 accuracy: .venv/dev .venv/demo .venv/lm-eval
 	$(BIN)/pytest tests/embedded/test_trained_model.py tests/e2e/test_trained_split.py tests/e2e/test_accuracy_of_split.py $(ARGS)
 
-# Everything that kills, stops and restarts processes, with the times that it took.
+# Everything that kills, stops and restarts processes, and cuts cables, with the times that it took.
 chaos: .venv/dev
-	$(BIN)/pytest -s tests/e2e/test_chaos*.py $(ARGS)
+	$(BIN)/pytest -s tests/e2e/test_chaos*.py tests/e2e/test_links.py $(ARGS)
 
 # Engines under faults on a virtual clock: RUNS of them, or one with its log: `SEED=7 make simulate`.
 # With DEFECTS=1: how many runs it takes to find each planted defect.

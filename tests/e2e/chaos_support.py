@@ -30,8 +30,8 @@ def _here(work: Callable[[], Any]) -> Any:
 
 
 class Process:
-    """One `kvferry` process, on a host of its own where one is given. `restart` brings it back at its address; `gate` (a
-    file) holds back what its script says, by default its reads."""
+    """One `kvferry` process, on a host of its own where one is given. `restart` brings it back at its address; `gate`
+    (a file) holds back what its script says, by default its reads."""
 
     def __init__(self, log: Path, *words: str, script: Path = GATED, host: Host | None = None) -> None:
         self.log = log
@@ -101,7 +101,7 @@ class Process:
 
     def close(self) -> None:
         self.gate.unlink(missing_ok=True)
-        if self._popen is not None and self._popen.poll() is None:
+        if self._popen is not None:
             self._popen.kill()
             self.ended()
 
