@@ -53,6 +53,43 @@ def test_an_attempt_that_goes_on_is_kept_until_it_is_forgotten(liveness):
         assert len(os.listdir("/proc/self/fd")) == before + 4
 
 
+def test_a_host_that_leaves_three_probes_unanswered_is_silent(liveness):
+    """Here a listener whose queue is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as queued:
+        address = listener.getsockname()
+        for _ in range(4):
+            waiting = queued.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            waiting.connect_ex(address)
+        peer = PeerKey(f"tcp://127.0.0.1:{address[1]}", "p0", "e1")
+        for _ in range(3):
+            liveness.start(peer)
+            assert liveness.silent_peers() == []
+        liveness.start(peer)
+        assert liveness.busy
+        assert liveness.silent_peers() == [peer]
+        liveness.start(peer)
+        assert liveness.silent_peers() == [], "it is counted anew"
+        for _ in range(2):
+            liveness.forget(peer)
+            liveness.start(peer)
+            liveness.start(peer)
+        assert liveness.silent_peers() == []
+
+
+def test_a_host_that_this_one_cannot_reach_is_silent_too(liveness):
+    peer = PeerKey("tcp://255.255.255.255:1", "p0", "e1")
+    for _ in range(4):
+        liveness.start(peer)
+    assert liveness.silent_peers() == [peer]
+
+
+def test_whoever_has_answered_is_not_silent(liveness):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for _ in range(9):
+            liveness.start(PeerKey(f"tcp://127.0.0.1:{listener.getsockname()[1]}", "p0", "e1"))
+    assert liveness.silent_peers() == []
+
+
 def test_where_nobody_listens_the_process_has_ended(liveness):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = PeerKey(f"tcp://127.0.0.1:{listener.getsockname()[1]}", "p0", "e1")

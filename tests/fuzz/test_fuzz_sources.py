@@ -213,7 +213,7 @@ class Hostile:
 
     def go(self) -> None:
         peer = k.PeerKey(self.random.choice(ADDRESSES), "p0", self.random.choice(("e1", "e2")))
-        self._engine.feed(self.random.choice((e.PeerGone(peer), e.PeerUnreachable(peer, "no"))))
+        self._engine.feed(self.random.choice((e.PeerGone(peer), e.HostSilent(peer), e.PeerUnreachable(peer, "no"))))
 
 
 def play(seed: int) -> Counter[str]:

@@ -51,6 +51,7 @@ from kvferry.session.events import (
     AnswerArrived,
     FetchRequest,
     HoldRequest,
+    HostSilent,
     PeerConnected,
     PeerGone,
     PeerUnreachable,
@@ -287,6 +288,20 @@ def test_a_source_whose_process_has_ended_is_not_waited_for(target):
     commands = play(target, [(0.7, PeerGone(PEER), [Count, FetchFailed, BlocksReleased, Disconnect(PEER)])])
     assert failure(commands).reason == "peer_lost"
     play(target, [(0.8, PeerGone(PEER), []), (1.0, replace(WANTED, request_id="q2"), [HELLO])])
+
+
+def test_a_source_whose_host_is_silent_is_not_waited_for(target):
+    play(target, [(0.0, WANTED, [HELLO]), (0.6, Tick(), [HELLO, CheckLiveness(PEER)])])
+    commands = play(target, [(3.0, HostSilent(PEER), [Count, FetchFailed, BlocksReleased, Disconnect(PEER)])])
+    assert failure(commands).reason == "unreachable"
+    assert "nothing answers at" in str(failure(commands))
+    play(target, [(3.1, HostSilent(PEER), []), (3.2, replace(WANTED, request_id="q2"), [HELLO])])
+
+
+def test_a_source_that_was_met_is_lost_by_its_heartbeats_alone(target):
+    """A host may ignore attempts to connect, and serve those who are connected."""
+    play(target, POSTED)
+    play(target, [(0.8, HostSilent(PEER), [])])
 
 
 def test_a_silent_source_whose_process_has_ended_is_not_waited_for_either(target):

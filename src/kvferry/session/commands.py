@@ -47,7 +47,8 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class CheckLiveness:
-    """Find out whether anybody still listens at the address of a silent peer; answer with PeerGone if not."""
+    """Find out whether anybody still listens at the address of a silent peer; answer with PeerGone if
+    not, and with HostSilent if its host says nothing at all."""
 
     peer: PeerKey
 

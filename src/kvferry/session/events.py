@@ -191,6 +191,13 @@ class PeerGone:
 
 
 @dataclass(frozen=True, slots=True)
+class HostSilent:
+    """The host of a peer has answered none of several attempts to connect, neither with yes nor with no."""
+
+    peer: PeerKey
+
+
+@dataclass(frozen=True, slots=True)
 class TicketEnded:
     """No byte of a posted ticket moves any more; `error` is empty when all arrived."""
 

@@ -1,7 +1,8 @@
 """Liveness probes: a refused connection proves that the process of a peer has ended.
 
 A stopped process still has its socket, so its host accepts the connection; a host that is gone does not answer. Neither
-is taken for an end. `kvferry.session.target.liveness` decides what follows, and when a silent peer counts as lost.
+is taken for an end. A host that leaves several probes in a row unanswered is silent.
+`kvferry.session.target.liveness` decides what follows, and when a silent peer counts as lost.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import errno
 import select
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from kvferry.session.keys import PeerKey
 from kvferry.transport.machine.addresses import family_of
+
+# The session asks for a probe at most every second.
+MAX_UNANSWERED = 3
 
 
 class LivenessProbes:
@@ -23,15 +28,21 @@ class LivenessProbes:
     def __init__(self) -> None:
         self._attempts: dict[PeerKey, socket.socket] = {}
         self._refused: list[PeerKey] = []
+        self._num_unanswered: Counter[PeerKey] = Counter()
+        self._silent: list[PeerKey] = []
 
     @property
     def busy(self) -> bool:
-        """Whether `refused_peers` has something to return."""
-        return bool(self._refused)
+        """Whether `refused_peers` or `silent_peers` has something to return."""
+        return bool(self._refused or self._silent)
 
     def start(self, peer: PeerKey) -> None:
-        """Probe a peer; a probe of it that is still open is given up."""
-        self.forget(peer)
+        """Probe a peer; a probe of it that is still open is given up, and counts as one that was not answered."""
+        self._take_ended()
+        self._give_up(peer)
+        if self._num_unanswered[peer] >= MAX_UNANSWERED:
+            del self._num_unanswered[peer]
+            self._silent.append(peer)
         try:
             address = urlsplit(peer.address)
             host, port = ip_address(address.hostname or ""), address.port or 0
@@ -47,9 +58,13 @@ class LivenessProbes:
 
     def refused_peers(self) -> list[PeerKey]:
         """The peers that have refused a connection since the last call, each once."""
-        for peer, attempt in list(self._ended()):
-            self._handle(peer, attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        self._take_ended()
         found, self._refused = self._refused, []
+        return found
+
+    def silent_peers(self) -> list[PeerKey]:
+        """The peers whose hosts have left `MAX_UNANSWERED` probes in a row without an answer since the last call."""
+        found, self._silent = self._silent, []
         return found
 
     def close(self) -> None:
@@ -59,8 +74,13 @@ class LivenessProbes:
 
     def forget(self, peer: PeerKey) -> None:
         """Give up the probe of a peer."""
+        self._num_unanswered.pop(peer, None)
         if attempt := self._attempts.pop(peer, None):
             attempt.close()
+
+    def _take_ended(self) -> None:
+        for peer, attempt in list(self._ended()):
+            self._handle(peer, attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
     def _ended(self) -> Iterator[tuple[PeerKey, socket.socket]]:
         """The probes that have ended, with a connection or without."""
@@ -77,6 +97,15 @@ class LivenessProbes:
         """Take the result of a probe, unless it is still open."""
         if error == errno.EINPROGRESS:
             return
+        if error not in (0, errno.ECONNREFUSED):
+            # Nobody has answered, as far as this host knows.
+            self._give_up(peer)
+            return
         self.forget(peer)
         if error == errno.ECONNREFUSED:
             self._refused.append(peer)
+
+    def _give_up(self, peer: PeerKey) -> None:
+        if attempt := self._attempts.pop(peer, None):
+            attempt.close()
+            self._num_unanswered[peer] += 1

@@ -41,6 +41,7 @@ DIGEST_BYTES = 16 << 20
 _SourceEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn | e.RanksKnown
 _TargetEvent = e.LocateRequest | e.HoldRequest | e.FetchRequest | e.AbortRequest
 _Work = c.Post | c.Cancel | c.Digest | c.DropDigest | c.CheckLiveness | c.Acquire | c.Release | c.Stage
+_PeerEvent = e.AnswerArrived | e.PeerGone | e.HostSilent
 _CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested | e.Acquired | e.Staged
 
 EngineRequest = _SourceEvent | _TargetEvent
@@ -146,6 +147,8 @@ class EventLoop:
         self._feed_after_requests(self.digester.run(DIGEST_BYTES))
         for peer in self.liveness.refused_peers():
             self._feed_target(e.PeerGone(peer))
+        for peer in self.liveness.silent_peers():
+            self._feed_target(e.HostSilent(peer))
 
     def _move_slots(self) -> None:
         """Grant free slots at once: their copies then run in parallel to the rest of the iteration."""
@@ -185,7 +188,7 @@ class EventLoop:
         else:
             self._execute(self.source.handle(event, time.monotonic()))
 
-    def _feed_target(self, event: _TargetEvent | _CommonEvent | e.AnswerArrived | e.PeerGone) -> None:
+    def _feed_target(self, event: _TargetEvent | _CommonEvent | _PeerEvent) -> None:
         self._execute(self.target.handle(event, time.monotonic()))
 
     def _execute(self, commands: Sequence[c.Command]) -> None:

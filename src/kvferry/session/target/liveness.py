@@ -65,6 +65,13 @@ class Liveness:
         if key in self._peers and (not self._peers[key].ready or is_needed(key, self._fetches)):
             yield _lost(key, f"nothing listens at {key.address} any more", "has that engine exited?")
 
+    def silent(self, key: PeerKey) -> Iterator[Step]:
+        """The host of a peer does not answer. One that was met before is lost by missed heartbeats alone."""
+        if key in self._peers and not (self._peers[key].ready or self._peers[key].machine.allows("refused")):
+            what = f"nothing answers at {key.address}"
+            hint = "is that host up, is this its address, and does a firewall let the port through?"
+            yield PeerLost(key, TransferError(Reason.UNREACHABLE, what, hint=hint))
+
     def renew(self, now: float) -> Iterator[Send]:
         """One message per peer at each heartbeat, with all its leases."""
         self.queued = {reference: (held, until) for reference, (held, until) in self.queued.items() if until > now}

@@ -27,7 +27,7 @@ from kvferry.wire import messages as m
 from kvferry.wire.messages import Reason
 
 _EngineEvent = e.LocateRequest | e.HoldRequest | e.FetchRequest | e.AbortRequest
-_PeerEvent = e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.PeerGone
+_PeerEvent = e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.PeerGone | e.HostSilent
 TargetEvent = _EngineEvent | _PeerEvent | e.TicketEnded | e.Acquired | e.Staged | e.Digested | e.Tick
 Step = f.Step | PeerLost | PeerReady
 
@@ -53,6 +53,7 @@ class TargetSession:
             e.PeerConnected: self._peers.connected,
             e.PeerUnreachable: self._peers.unreachable,
             e.PeerGone: self._gone,
+            e.HostSilent: self._silent,
             e.TicketEnded: self._ticket_ended,
             e.Acquired: self._reads.staged.acquired,
             e.Staged: self._staged,
@@ -219,6 +220,9 @@ class TargetSession:
         yield from self._liveness.gone(event.peer)
         # This covers what has just failed, too: no acknowledgement of this process can come.
         self._aborts.gone(event.peer, now)
+
+    def _silent(self, event: e.HostSilent, now: float) -> Iterator[Step]:
+        yield from self._liveness.silent(event.peer)
 
     def _tick(self, event: e.Tick, now: float) -> Iterator[Step]:
         yield from self._lookups.repeat(now)
