@@ -115,7 +115,17 @@ def tasks(tmp_path_factory):
 def compare_tasks(site, folder, *more, task="harbour"):
     """The process that has ended."""
     servers = ("--url", site.routers["off"].url, "--against", site.p.url)
-    words = ("bench", "accuracy", *servers, "--lm-eval", task, "--json", "--header", "X-Tenant: secret", *more)
+    words = (
+        "bench",
+        "accuracy",
+        *servers,
+        "--lm-eval",
+        task,
+        "--json",
+        "--header",
+        "Authorization: Bearer secret",
+        *more,
+    )
     command = [sys.executable, "-m", "kvferry", *words, "--", "--include_path", str(folder)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
@@ -140,6 +150,20 @@ def test_what_is_wrong_is_seen_by_tasks_of_lm_eval(site, tasks):
         site.off.gate.unlink()
     assert done.returncode == 1, done.stderr
     assert "answers differ" in json.loads(done.stdout)["faults"][0]
+
+
+def test_a_split_that_fails_is_at_fault_and_no_key_is_shown(site, tasks, tmp_path):
+    """Its engines have gone: the router answers 503, and lm-eval shows the request."""
+    router = Process(
+        tmp_path / "router.log", "route", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"
+    )
+    with running(router):
+        broken = SimpleNamespace(p=site.p, routers={"off": router})
+        done = compare_tasks(broken, tasks, "--model", "tiny", "--no-control", "--min-equal", "1")
+    assert done.returncode == 1, done.stderr
+    assert "the split did not answer everything" in json.loads(done.stdout)["faults"][0]
+    assert "(hidden)" in done.stderr
+    assert "secret" not in done.stderr
 
 
 def test_what_lm_eval_refuses_is_one_error(site, tasks):

@@ -8,20 +8,30 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from urllib.parse import urlsplit
 
 from kvferry.bench.accuracy.client import Server
 from kvferry.bench.accuracy.samples import Place, Sample, read_samples
 from kvferry.errors import ConfigurationError
 
 CHAT = "--apply_chat_template"
-# What this module decides; it would be wrong to have it in two ways.
-OURS = ("--config", "-C", "--model", "-M", "--model_args", "-a", "--tasks", "-t", "--gen_kwargs")
-OURS_TOO = ("--output_path", "-o", "--log_samples", "-s", "--use_cache", "-c")
+# Options of lm-eval that are about its tasks. Others would change what is asked of whom, or tell a third party of it.
+ALLOWED = (
+    *("--include_path", "--num_fewshot", "-f", CHAT, "--fewshot_as_multiturn", "--system_instruction"),
+    *("--samples", "-E", "--seed", "--metadata", "--trust_remote_code", "--confirm_run_unsafe_code"),
+)
 SAMPLES = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.-]+\.jsonl")
+# Of whoever is not told one.
+NO_HEADER = {"Accept": "application/json"}
+HIDDEN = b"(hidden)"
+
+
+class EvaluationError(ConfigurationError):
+    """lm-eval has not asked a server everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +44,24 @@ class Evaluation:
     arguments: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raises ConfigurationError for an argument that says what the options of this command say."""
-        names = (word.partition("=")[0] for word in self.arguments)
-        if twice := next((name for name in names if name in (*OURS, *OURS_TOO)), ""):
-            expected = "options of lm-eval that are about its tasks, such as --include_path or --num_fewshot"
-            raise ConfigurationError("this option of lm-eval is set by kvferry", found=twice, expected=expected)
+        """Raises ConfigurationError for an argument that would change what the options of this command say."""
+        names = (word.partition("=")[0] for word in self.arguments if word.startswith("-"))
+        if other := next((name for name in names if name not in ALLOWED), ""):
+            expected = f"one of {', '.join(ALLOWED)}"
+            raise ConfigurationError("this option of lm-eval is not passed on", found=other, expected=expected)
 
     def run(self, server: Server) -> dict[Place, Sample]:
-        """Ask a server everything; what lm-eval warns of goes to stderr. Raises ConfigurationError when it does not end
-        well."""
+        """Ask a server everything; what lm-eval warns of goes to stderr. Raises EvaluationError when it does not end
+        well, and ConfigurationError when its samples are not what was asked for."""
         with tempfile.TemporaryDirectory(prefix="kvferry-lm-eval-") as folder:
             config, answers = Path(folder) / "config.yaml", Path(folder) / "answers"
             # YAML takes JSON.
             config.write_text(json.dumps(self.settings(server) | {"output_path": str(answers)}), encoding="utf-8")
             command = [sys.executable, "-m", "lm_eval", "run", "--config", str(config), *self.arguments]
-            # What it says beside its warnings has all settings in it, and with them the API key.
-            environment = {**os.environ, "LMEVAL_LOG_LEVEL": "WARNING"}
-            code = subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, check=False).returncode
-            files = sorted(answers.rglob("samples_*.jsonl"))
-            if code or not files:
-                raise ConfigurationError(
-                    "lm-eval has not evaluated the server",
-                    found=f"exit code {code}" if code else "no samples",
-                    expected="tasks that generate text (output_type: generate_until)",
-                    hint="lm-eval has said why above; a task of your own needs -- --include_path FOLDER",
-                )
-            return read_files(files)
+            if code := _run(command, server):
+                hint = "lm-eval has said why above; a task of your own needs -- --include_path FOLDER"
+                raise EvaluationError("lm-eval has not evaluated the server", found=f"exit code {code}", hint=hint)
+            return read_folder(answers, server.salt)
 
     def settings(self, server: Server) -> dict[str, Any]:
         """A configuration of `lm_eval run`."""
@@ -69,12 +71,14 @@ class Evaluation:
             "base_url": f"{server.url}/v1/{'chat/' if chat else ''}completions",
             "num_concurrent": server.at_once,
             "timeout": max(1, round(server.timeout_s)),
+            # A request that fails is a fault of whoever was asked.
+            "max_retries": 1,
             # The server has the tokenizer.
             "tokenizer_backend": None,
             "tokenized_requests": False,
+            # Without any it would send the key of the user's account at OpenAI.
+            "header": server.headers or NO_HEADER,
         }
-        if server.headers:
-            model["header"] = server.headers
         settings: dict[str, Any] = {
             "model": "local-chat-completions" if chat else "local-completions",
             "model_args": model,
@@ -86,11 +90,59 @@ class Evaluation:
         return settings | ({"limit": self.limit} if self.limit else {})
 
 
-def read_files(files: Sequence[Path]) -> dict[Place, Sample]:
-    """What lm-eval has written of each of its tasks."""
+def read_folder(folder: Path, salt: str) -> dict[Place, Sample]:
+    """What lm-eval has written of its tasks. Raises ConfigurationError where that is less than it has asked."""
     found: dict[Place, Sample] = {}
-    for file in files:
+    for file in sorted(folder.rglob("samples_*.jsonl")):
         name = SAMPLES.fullmatch(file.name)
-        with file.open(encoding="utf-8") as lines:
-            found |= read_samples(name["task"] if name else file.stem, lines)
+        # A surrogate by itself is a character that some texts have, and that UTF-8 has not.
+        with file.open(encoding="utf-8", errors="surrogatepass") as lines:
+            found |= read_samples(name["task"] if name else file.stem, lines, salt)
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in folder.rglob("results_*.json")]
+    asked = {task: count["effective"] for each in results for task, count in each.get("n-samples", {}).items()}
+    for task, expected in asked.items():
+        number = len({document for document, _ in found if document[0] == task})
+        if number != expected:
+            raise ConfigurationError(
+                f"lm-eval has not saved all samples of {task}",
+                found=str(number),
+                expected=str(expected),
+                hint="a name with a slash cannot be saved, nor can anything on a full disk",
+            )
+    if not found:
+        raise EvaluationError("lm-eval has not evaluated the server", found="no samples")
     return found
+
+
+def _run(command: list[str], server: Server) -> int:
+    """The exit code. What it says goes to stderr, without the values of our headers: it shows requests that failed."""
+    host = urlsplit(server.url).hostname or ""
+    no_proxy = ",".join(filter(None, (os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), host)))
+    environment = {**os.environ, "LMEVAL_LOG_LEVEL": "WARNING", "NO_PROXY": no_proxy, "no_proxy": no_proxy}
+    # All settings are in what it says on stdout.
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        try:
+            if process.stderr is not None:
+                _pass_on(process.stderr, server.headers.values())
+            return process.wait()
+        except BaseException:
+            process.kill()
+            raise
+
+
+def _pass_on(words: IO[bytes], secrets: Iterable[str]) -> None:
+    """In lines, since a secret may come in two pieces; a progress bar ends its lines with a return."""
+    hidden = [part for secret in secrets for part in (secret, secret.removeprefix("Bearer ")) if part]
+    rest = b""
+    while piece := os.read(words.fileno(), 1 << 16):
+        *lines, rest = re.split(rb"(?<=[\r\n])", rest + piece)
+        _say(lines, hidden)
+    _say([rest], hidden)
+
+
+def _say(lines: Iterable[bytes], hidden: Iterable[str]) -> None:
+    text = b"".join(lines)
+    for secret in hidden:
+        text = text.replace(secret.encode(), HIDDEN)
+    sys.stderr.write(text.decode(errors="replace"))
+    sys.stderr.flush()

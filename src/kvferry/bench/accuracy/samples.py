@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any
 
 import msgspec
@@ -20,47 +22,57 @@ Place = tuple[Document, str]
 Score = tuple[str, str, str]
 """A task, a metric and a filter."""
 
+# Of more empty answers nothing can be learned.
+MOST_EMPTY = 0.5
+
 
 class Line(msgspec.Struct, frozen=True):
-    """A line of a samples file of lm-eval, as far as it is looked at."""
+    """A line of a samples file of lm-eval, as far as it is looked at; `arguments` are those of its requests."""
 
     doc_id: int
-    resps: Any
+    resps: tuple[tuple[str, ...], ...]
+    arguments: dict[str, dict[str, Any]]
     filter: str = "none"
     metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The answers to one document, and its scores by metric."""
+    """The answers to one document, by request and repeat, and its scores by metric."""
 
-    answers: Any
+    answers: tuple[tuple[str, ...], ...]
     scores: Mapping[str, float]
 
 
 Samples = Mapping[Place, Sample]
 
 
-def read_samples(task: str, lines: Iterable[str]) -> dict[Place, Sample]:
-    """Of one samples file (`samples_<task>_<date>.jsonl`). Raises ConfigurationError for a file of another kind."""
+def read_samples(task: str, lines: Iterable[str], salt: str) -> dict[Place, Sample]:
+    """Of one samples file (`samples_<task>_<date>.jsonl`). Raises ConfigurationError for a file of another kind, and
+    where a request was sent without our `cache_salt` and temperature, as by tasks that make their own."""
     found = {}
     for number, text in enumerate(lines, 1):
         try:
-            fields = msgspec.json.decode(text, type=dict[str, Any])
+            # What lm-eval writes may have numbers that are none, which msgspec refuses.
+            fields = json.loads(text)
             line = msgspec.convert(fields, Line)
-        except msgspec.MsgspecError as error:
-            raise ConfigurationError(
-                f"line {number} of lm-eval's samples of {task} is not a sample", found=str(error)
-            ) from None
-        scores = {name: float(fields[name]) for name in line.metrics if isinstance(fields.get(name), int | float)}
-        found[(task, line.doc_id), line.filter] = Sample(line.resps, scores)
+        except ValueError as error:
+            what = f"line {number} of lm-eval's samples of {task} is not one of generated text"
+            expected = "tasks that generate text (output_type: generate_until)"
+            raise ConfigurationError(what, found=str(error), expected=expected) from None
+        for asked in line.arguments.values():
+            _check(task, asked.get("arg_1"), salt)
+        values = {name: fields.get(name) for name in line.metrics}
+        scores = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        finite = {name: value for name, value in scores.items() if math.isfinite(value)}
+        found[(task, line.doc_id), line.filter] = Sample(line.resps, finite)
     return found
 
 
 @dataclass(frozen=True)
 class TaskComparison:
     """One run of lm-eval beside another. `num_split` is how many requests a router has meanwhile sent through a prefill
-    and a decode engine, None where there is no router."""
+    and a decode engine, and not lost their caches; None where there is no router."""
 
     baseline: Samples
     run: Samples
@@ -77,8 +89,9 @@ class TaskComparison:
         return len(self._documents)
 
     @property
-    def _documents(self) -> list[Document]:
-        return sorted({document for document, _ in (*self.baseline, *self.run)})
+    def num_requests(self) -> int:
+        """Of the baseline; a task may ask for each document several times."""
+        return sum(len(repeats) for answers in _answers(self.baseline).values() for repeats in answers)
 
     @cached_property
     def scores(self) -> dict[Score, float]:
@@ -95,32 +108,69 @@ class TaskComparison:
                 changed.setdefault((task, metric, used), []).append(after.scores[metric] - before.scores[metric])
         return changed
 
+    @property
+    def _documents(self) -> list[Document]:
+        return sorted({document for document, _ in (*self.baseline, *self.run)})
+
 
 @dataclass(frozen=True, slots=True)
 class TaskRuns:
-    """The baseline is the whole server, asked one request at a time; split and control are asked several at once."""
+    """The baseline is the whole server, asked one request at a time; split and control are asked several at once.
+    `failure` says why lm-eval could not ask the split everything; empty if it could."""
 
     baseline: Samples
     split: TaskComparison
     control: TaskComparison | None
+    failure: str = ""
 
 
 def task_faults(runs: TaskRuns, min_equal: float | None) -> Iterator[str]:
     """Why the split is not as good as the whole, in words; nothing if it is."""
     split = runs.split
-    if not runs.baseline:
-        yield "lm-eval has asked the whole server nothing"
+    if runs.failure:
+        yield f"the split did not answer everything: {runs.failure}"
+        return
+    answers = _answers(runs.baseline).values()
+    num_empty = sum(not any(text for repeats in each for text in repeats) for each in answers)
+    if num_empty > MOST_EMPTY * len(answers) or not answers:
+        yield f"{num_empty} of {len(answers)} answers of the whole server are empty"
     by_chance = len(runs.control.different) if runs.control else None
     yield from too_many_differ(len(split.different), split.num_compared, by_chance, min_equal)
-    for (task, metric, _), changes in split.changes.items():
+    most = _deviations(len(split.changes))
+    for (task, metric, used), changes in split.changes.items():
         # Changes by chance go up as often as down.
-        if abs(math.fsum(changes)) > DEVIATIONS * math.sqrt(math.fsum(change**2 for change in changes)):
-            yield f"{metric} of {task} changes by {math.fsum(changes) / len(changes):+.3f}, more than chance makes it"
-    if split.num_split is not None and split.num_split < LEAST_SPLIT * split.num_compared:
-        yield f"only {split.num_split} of {split.num_compared} requests went through a split"
+        if abs(math.fsum(changes)) > most * math.sqrt(math.fsum(change**2 for change in changes)):
+            name = named((task, metric, used))
+            yield f"{name} changes by {math.fsum(changes) / len(changes):+.3f}, more than chance makes it"
+    if split.num_split is not None and split.num_split < LEAST_SPLIT * split.num_requests:
+        yield f"only {split.num_split} of {split.num_requests} requests went through a split"
 
 
-def _answers(samples: Samples) -> dict[Document, Any]:
+def named(score: Score) -> str:
+    """In words."""
+    task, metric, used = score
+    return f"{task}: {metric}" if used == "none" else f"{task}: {metric} ({used})"
+
+
+def _deviations(num_scores: int) -> float:
+    """Beyond so many standard deviations one of this many scores lies as rarely by chance as a single one beyond
+    `DEVIATIONS`."""
+    normal = NormalDist()
+    return -normal.inv_cdf(normal.cdf(-DEVIATIONS) / max(num_scores, 1))
+
+
+def _check(task: str, settings: Any, salt: str) -> None:
+    told = settings if isinstance(settings, dict) else {}
+    if told.get("cache_salt") != salt or told.get("temperature", 0):
+        raise ConfigurationError(
+            f"the task {task} does not ask as it is told",
+            found=f"requests with {json.dumps(settings, default=str)}",
+            expected="requests with the gen_kwargs of lm-eval's configuration: cache_salt and temperature",
+            hint="tasks that are programs may ignore them: take another one",
+        )
+
+
+def _answers(samples: Samples) -> dict[Document, tuple[tuple[str, ...], ...]]:
     """All filters have the same."""
     return {document: sample.answers for (document, _), sample in samples.items()}
 

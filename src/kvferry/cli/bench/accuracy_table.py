@@ -47,20 +47,26 @@ def _table(measured: Measured) -> Table:
     row("difference of log-probability, mean", NOTHING, lambda run: f"{run.mean_difference:.2g}")
     row("  99 % of tokens below", NOTHING, lambda run: f"{run.difference(99):.2g}")
     row("  largest", NOTHING, lambda run: f"{run.difference(100):.2g}")
-    row("perplexity of references", _number(perplexity(measured.baseline.scores)), lambda run: _number(run.perplexity))
-    if num := sum(bool(item.answer) for item in measured.items):
+    row(
+        "perplexity of references",
+        number(perplexity(measured.baseline.scores)),
+        lambda run: number(run.perplexity),
+    )
+    if with_answer := sum(bool(item.answer) for item in measured.items):
         own = num_correct(measured.items, measured.baseline.answers)
-        row("right answers", f"{own} of {num}", lambda run: f"{run.num_correct} of {num}")
+        row("right answers", f"{own} of {with_answer}", lambda run: f"{run.num_correct} of {with_answer}")
     row("errors", NOTHING, lambda run: str(len(run.errors)))
     if measured.split.num_split is not None:
         asked = len(measured.split.run.all)
-        row("went through a split", NOTHING, lambda run: _of(run.num_split, asked))
+        row("went through a split", NOTHING, lambda run: part_of(run.num_split, asked))
     return table
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """In words."""
     return NOTHING if value is None else f"{value:.4f}"
 
 
-def _of(part: int | None, total: int) -> str:
+def part_of(part: int | None, total: int) -> str:
+    """In words."""
     return NOTHING if part is None else f"{part} of {total}"

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from kvferry.bench.accuracy.client import Server
-from kvferry.bench.accuracy.lm_eval import Evaluation
-from kvferry.bench.accuracy.samples import TaskComparison, TaskRuns, task_faults
+from kvferry.bench.accuracy.lm_eval import Evaluation, EvaluationError
+from kvferry.bench.accuracy.samples import TaskComparison, TaskRuns, named, task_faults
 from kvferry.cli import console
 from kvferry.cli.bench.accuracy import servers_of
+from kvferry.cli.bench.accuracy_table import NOTHING, number, part_of
 from kvferry.cli.bench.command import AccuracyOptions
+from kvferry.cli.scrape import get, reading_of
 from kvferry.errors import ConfigurationError
 from kvferry.extras import how_to_install
 
-# What our router counts, and those that went through two engines.
-REQUESTS, SPLIT = "kvferry_router_requests", {"path": "disaggregated", "status": "200"}
+# What our router counts.
+ROUTER, REQUESTS, LOST = "kvferry_router_ready", "kvferry_router_requests_total", "kvferry_router_lost_caches_total"
 TIMEOUT_S = 10.0
-NOTHING = "-"
 
 
 def bench_tasks(options: AccuracyOptions) -> int:
@@ -37,7 +39,8 @@ def bench_tasks(options: AccuracyOptions) -> int:
     evaluation = Evaluation(tasks, options.limit, options.arguments)
     evaluation.check()
     whole, split = asyncio.run(servers_of(options))
-    runs = _runs(evaluation, whole, split, with_control=options.control)
+    with _ended_by_sigterm():
+        runs = _runs(evaluation, whole, split, with_control=options.control)
     faults = list(task_faults(runs, options.min_equal))
     if options.as_json:
         console.data(_json(options, runs, faults))
@@ -55,26 +58,40 @@ def _runs(evaluation: Evaluation, whole: Server, split: Server, *, with_control:
         console.say(f"lm-eval asks the whole server, {whole.at_once} requests at a time")
         control = TaskComparison(baseline, evaluation.run(replace(whole, salt=f"{salt}-control")))
     console.say(f"lm-eval asks the split, {split.at_once} requests at a time")
-    before = asyncio.run(_num_split(split))
-    found = evaluation.run(replace(split, salt=f"{salt}-split"))
-    after = asyncio.run(_num_split(split))
-    num_split = None if before is None or after is None else after - before
+    before = _num_split(split)
+    try:
+        found = evaluation.run(replace(split, salt=f"{salt}-split"))
+    except EvaluationError as error:
+        return TaskRuns(baseline, TaskComparison(baseline, {}), control, str(error))
+    # A router that does not answer any more has shown nothing.
+    num_split = None if before is None else (_num_split(split) or before) - before
     return TaskRuns(baseline, TaskComparison(baseline, found, num_split), control)
 
 
-async def _num_split(server: Server) -> int | None:
-    """How many requests a router of ours has sent through two engines so far; None where there is no such router."""
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+def _num_split(server: Server) -> int | None:
+    """How many requests a router of ours has so far sent through two engines and not lost their caches; None where
+    there is no such router."""
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{server.url}/metrics") as response:
-            families = list(text_string_to_metric_families(await response.text()))
-    except (aiohttp.ClientError, OSError, ValueError):
+        reading = reading_of(get(f"{server.url}/metrics", TIMEOUT_S).decode(), 0.0)
+    except (OSError, ValueError):
         return None
-    requests = next((family for family in families if family.name == REQUESTS), None)
-    if requests is None:
+    if ROUTER not in reading.samples:
         return None
-    counted = (sample for sample in requests.samples if SPLIT.items() <= sample.labels.items())
-    return round(sum(sample.value for sample in counted if sample.name == f"{REQUESTS}_total"))
+    return round(reading.total(REQUESTS, path="disaggregated", status="200") - reading.total(LOST))
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Else the process that asks would go on, and its folder with our headers stay."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show(runs: TaskRuns, faults: list[str]) -> None:
@@ -102,16 +119,11 @@ def _table(runs: TaskRuns) -> Table:
     row("documents", str(runs.split.num_compared), lambda run: str(run.num_compared))
     row("equal answers", NOTHING, lambda run: f"{run.num_compared - len(run.different)} of {run.num_compared}")
     for score, value in own.items():
-        task, metric, used = score
-        name = f"{task}: {metric}" if used == "none" else f"{task}: {metric} ({used})"
-        row(name, f"{value:.4f}", lambda run, score=score: _number(run.scores.get(score)))  # type: ignore[misc]
+        row(named(score), f"{value:.4f}", lambda run, score=score: number(run.scores.get(score)))  # type: ignore[misc]
     if runs.split.num_split is not None:
-        row("went through a split", NOTHING, lambda run: NOTHING if run.num_split is None else str(run.num_split))
+        asked = runs.split.num_requests
+        row("went through a split", NOTHING, lambda run: part_of(run.num_split, asked))
     return table
-
-
-def _number(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.4f}"
 
 
 def _json(options: AccuracyOptions, runs: TaskRuns, faults: list[str]) -> dict[str, Any]:
