@@ -152,7 +152,7 @@ def test_what_is_wrong_is_seen_by_tasks_of_lm_eval(site, tasks):
     assert "answers differ" in json.loads(done.stdout)["faults"][0]
 
 
-def test_a_split_that_fails_is_at_fault_and_no_key_is_shown(site, tasks, tmp_path):
+def test_tasks_of_lm_eval_that_a_split_fails_are_its_fault_and_show_no_key(site, tasks, tmp_path):
     """Its engines have gone: the router answers 503, and lm-eval shows the request."""
     router = Process(
         tmp_path / "router.log", "route", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"
@@ -166,7 +166,7 @@ def test_a_split_that_fails_is_at_fault_and_no_key_is_shown(site, tasks, tmp_pat
     assert "secret" not in done.stderr
 
 
-def test_what_lm_eval_refuses_is_one_error(site, tasks):
+def test_tasks_that_lm_eval_refuses_are_one_error(site, tasks):
     done = compare_tasks(site, tasks, task="nosuch")
     assert done.returncode == 2
     assert "lm-eval has not evaluated the server" in done.stderr

@@ -38,6 +38,11 @@ def share_api_key() -> None:
         os.environ.setdefault("KVFERRY_ENGINE_API_KEY", key)
 
 
+def all_variables() -> dict[str, str]:
+    """What a program of others, that a command of ours starts, finds there."""
+    return dict(os.environ)
+
+
 def cache_origin() -> str:
     """Whether the folder is the `default` or comes from the `environment`."""
     return "environment" if {"KVFERRY_CACHE", "XDG_CACHE_HOME"} & os.environ.keys() else "default"

@@ -8,8 +8,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -37,11 +38,12 @@ class EvaluationError(ConfigurationError):
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Tasks of lm-eval; `limit` is a number of documents of each, 0 for all. `arguments` are lm-eval's own, such as
-    `--include_path` for the folder of a task that it does not know."""
+    `--include_path` for the folder of a task that it does not know, and `environment` are its variables."""
 
     tasks: tuple[str, ...]
     limit: int = 0
     arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def check(self) -> None:
         """Raises ConfigurationError for an argument that would change what the options of this command say."""
@@ -58,7 +60,7 @@ class Evaluation:
             # YAML takes JSON.
             config.write_text(json.dumps(self.settings(server) | {"output_path": str(answers)}), encoding="utf-8")
             command = [sys.executable, "-m", "lm_eval", "run", "--config", str(config), *self.arguments]
-            if code := _run(command, server):
+            if code := _run(command, server, self.environment):
                 hint = "lm-eval has said why above; a task of your own needs -- --include_path FOLDER"
                 raise EvaluationError("lm-eval has not evaluated the server", found=f"exit code {code}", hint=hint)
             return read_folder(answers, server.salt)
@@ -114,20 +116,20 @@ def read_folder(folder: Path, salt: str) -> dict[Place, Sample]:
     return found
 
 
-def _run(command: list[str], server: Server) -> int:
-    """The exit code. What it says goes to stderr, without the values of our headers: it shows requests that failed."""
+def _run(command: list[str], server: Server, environment: Mapping[str, str]) -> int:
+    """The exit code. What it says goes to stderr, without the values of our headers: it shows requests that failed. All
+    settings are in what it says on stdout."""
     host = urlsplit(server.url).hostname or ""
-    no_proxy = ",".join(filter(None, (os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), host)))
-    environment = {**os.environ, "LMEVAL_LOG_LEVEL": "WARNING", "NO_PROXY": no_proxy, "no_proxy": no_proxy}
-    # All settings are in what it says on stdout.
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        try:
-            if process.stderr is not None:
-                _pass_on(process.stderr, server.headers.values())
-            return process.wait()
-        except BaseException:
-            process.kill()
-            raise
+    no_proxy = ",".join(filter(None, (environment.get("NO_PROXY", environment.get("no_proxy", "")), host)))
+    told = {**environment, "LMEVAL_LOG_LEVEL": "WARNING", "NO_PROXY": no_proxy, "no_proxy": no_proxy}
+    with ExitStack() as ended:
+        process = subprocess.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        ended.enter_context(process)
+        # Whatever happens here; one that has ended by itself is not there any more.
+        ended.callback(process.kill)
+        if process.stderr is not None:
+            _pass_on(process.stderr, server.headers.values())
+        return process.wait()
 
 
 def _pass_on(words: IO[bytes], secrets: Iterable[str]) -> None:

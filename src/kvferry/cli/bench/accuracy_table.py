@@ -24,6 +24,11 @@ def show(measured: Measured, faults: list[str]) -> None:
         )
     for name, token in list(measured.split.divergences.items())[:5]:
         out.print(f"differs from token {token + 1} on: prompt {name}", soft_wrap=True)
+    show_verdict(out, faults)
+
+
+def show_verdict(out: Console, faults: list[str]) -> None:
+    """Whether the split is as good as the whole, or why not."""
     if faults:
         out.print("The split does not answer as the whole does:", style="bold red")
         for fault in faults:
@@ -32,11 +37,17 @@ def show(measured: Measured, faults: list[str]) -> None:
         out.print("The split answers as the whole does.", style="bold green")
 
 
-def _table(measured: Measured) -> Table:
+def runs_table() -> Table:
+    """A column for each run, no rows yet."""
     table = Table(title="Whole and split", title_justify="left", title_style="bold")
     table.add_column("")
     for name in ("whole", "whole, in other batches", "split"):
         table.add_column(name, justify="right")
+    return table
+
+
+def _table(measured: Measured) -> Table:
+    table = runs_table()
     runs = (measured.control, measured.split)
 
     def row(name: str, own: str, of: Callable[[Comparison], str]) -> None:

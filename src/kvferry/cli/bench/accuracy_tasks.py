@@ -18,9 +18,9 @@ from rich.table import Table
 from kvferry.bench.accuracy.client import Server
 from kvferry.bench.accuracy.lm_eval import Evaluation, EvaluationError
 from kvferry.bench.accuracy.samples import TaskComparison, TaskRuns, named, task_faults
-from kvferry.cli import console
+from kvferry.cli import console, environment
 from kvferry.cli.bench.accuracy import servers_of
-from kvferry.cli.bench.accuracy_table import NOTHING, number, part_of
+from kvferry.cli.bench.accuracy_table import NOTHING, number, part_of, runs_table, show_verdict
 from kvferry.cli.bench.command import AccuracyOptions
 from kvferry.cli.scrape import get, reading_of
 from kvferry.errors import ConfigurationError
@@ -36,7 +36,7 @@ def bench_tasks(options: AccuracyOptions) -> int:
     if find_spec("lm_eval") is None:
         raise ConfigurationError("lm-eval is not installed", hint=how_to_install("lm-eval"))
     tasks = tuple(task for task in options.lm_eval.split(",") if task)
-    evaluation = Evaluation(tasks, options.limit, options.arguments)
+    evaluation = Evaluation(tasks, options.limit, options.arguments, environment.all_variables())
     evaluation.check()
     whole, split = asyncio.run(servers_of(options))
     with _ended_by_sigterm():
@@ -98,18 +98,11 @@ def _show(runs: TaskRuns, faults: list[str]) -> None:
     """A row for each score, a column for each run; then the verdict."""
     out = Console(highlight=False, markup=False)
     out.print(_table(runs))
-    if faults:
-        out.print("The split does not answer as the whole does:", style="bold red")
-        for fault in faults:
-            out.print(f"  {fault}", soft_wrap=True)
-    else:
-        out.print("The split answers as the whole does.", style="bold green")
+    show_verdict(out, faults)
 
 
 def _table(runs: TaskRuns) -> Table:
-    table = Table(title="Whole and split", title_justify="left", title_style="bold")
-    for name in ("", "whole", "whole, in other batches", "split"):
-        table.add_column(name, justify="right" if name else "left")
+    table = runs_table()
     compared = (runs.control, runs.split)
 
     def row(name: str, own: str, of: Callable[[TaskComparison], str]) -> None:
