@@ -1,7 +1,10 @@
 """Two real agents over real sockets and real transports, caches without an engine."""
 
 import errno
+import socket
 import threading
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import agent_support
@@ -127,6 +130,23 @@ def test_a_source_that_is_gone_is_noticed(make_rank):
     source.agent.close()
     target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
     assert target.next_notice(FetchFailed).error.reason == "peer_lost"
+    target.next_notice(BlocksReleased)
+
+
+def test_a_host_that_answers_nothing_is_given_up_long_before_a_handshake_ends(make_rank):
+    """Here a listener whose queue is full: its host ignores who else comes."""
+    source = make_rank("p0", SOURCE)
+    target = make_rank("d0", TARGET, timing=Timing(resend_s=0.1, handshake_s=1000.0))
+    reference = leased(source)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as queued:
+        for _ in range(4):
+            waiting = queued.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            waiting.connect_ex(listener.getsockname())
+        wanted = target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS)
+        target.agent.fetch(replace(wanted, addresses=(f"tcp://127.0.0.1:{listener.getsockname()[1]}",)))
+        error = target.next_notice(FetchFailed).error
+    assert error.reason == "unreachable"
+    assert "nothing answers at" in str(error)
     target.next_notice(BlocksReleased)
 
 

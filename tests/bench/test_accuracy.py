@@ -352,6 +352,9 @@ def test_the_page_says_what_came_of_it():
         [],
         ["--against", "http://127.0.0.1:8000/"],
         ["--against", "http://127.0.0.1:1", "--no-control"],
+        ["--against", "http://127.0.0.1:1", "--", "--include_path", "x"],
+        ["--against", "http://127.0.0.1:1", "--lm-eval", "a", "--prompts", "x"],
+        ["--against", "http://127.0.0.1:1", "--lm-eval", "a", "--plot", "x.html"],
         ["--against", "http://127.0.0.1:1", "--no-control", "--min-equal", "1", "--factor", "3"],
     ],
 )

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import psutil
 import pytest
+from typer.testing import CliRunner
 
+from kvferry.bench.accuracy import lm_eval
 from kvferry.bench.accuracy.client import Server
-from kvferry.bench.accuracy.lm_eval import Evaluation, EvaluationError, _pass_on, read_folder
-from kvferry.bench.accuracy.samples import Sample, TaskComparison, TaskRuns, read_samples, task_faults
+from kvferry.bench.accuracy.lm_eval import Evaluation, EvaluationError, _pass_on, _run, read_folder
+from kvferry.bench.accuracy.samples import Sample, TaskComparison, TaskRuns, named, read_samples, task_faults
+from kvferry.cli.bench import accuracy_tasks
+from kvferry.cli.bench.accuracy_tasks import _ended_by_sigterm, _num_split
+from kvferry.cli.main import app
 from kvferry.errors import ConfigurationError
 
 # A line that lm-eval 0.4.13 wrote, but for its hashes.
@@ -66,7 +77,7 @@ def test_another_file_is_refused(line):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"until": []}, {"cache_salt": "other"}, {"cache_salt": "s", "temperature": 0.5}, None]
+    "settings", [{"until": []}, {"cache_salt": "other"}, {"cache_salt": "s", "temperature": 0.5}, None, "x"]
 )
 def test_a_task_that_does_not_ask_as_it_is_told_is_refused(settings):
     """Runs that share a prefix cache show nothing of a cache that moves, nor does a die."""
@@ -114,9 +125,17 @@ def test_answers_that_differ_more_than_in_the_control_are_a_fault():
     assert "at least 100.0%" in fault
 
 
-def test_a_document_that_only_one_run_has_differs():
-    run = TaskComparison(samples(10, 20), samples(10, 12))
+@pytest.mark.parametrize("numbers", [(20, 12), (12, 20)])
+def test_a_document_that_only_one_run_has_differs(numbers):
+    run = TaskComparison(*(samples(10, number) for number in numbers))
     assert (len(run.different), run.num_compared) == (8, 20)
+
+
+def test_a_score_names_its_filter():
+    assert [named(("capitals", "acc", used)) for used in ("none", "strict")] == [
+        "capitals: acc",
+        "capitals: acc (strict)",
+    ]
 
 
 @pytest.mark.parametrize("right", [2, 18])
@@ -166,7 +185,7 @@ def test_empty_answers_show_nothing():
 
 def test_a_split_that_does_not_answer_is_at_fault():
     whole = samples(10, 20)
-    runs = TaskRuns(whole, TaskComparison(whole, {}), None, "exit code 1")
+    runs = TaskRuns(whole, TaskComparison(whole, {}), TaskComparison(whole, whole), "exit code 1")
     assert list(task_faults(runs, None)) == ["the split did not answer everything: exit code 1"]
 
 
@@ -181,17 +200,93 @@ def test_it_is_told_what_to_ask_of_whom():
     assert model["header"] == {"Authorization": "Bearer k"}
 
 
+HERE = Server("http://10.1.2.3:1", "m")
+
+
+def test_servers_are_asked_without_a_proxy(capfd):
+    script = "import os, sys; sys.stderr.write(os.environ['NO_PROXY'] + ' ' + os.environ['no_proxy']); sys.exit(3)"
+    assert _run([sys.executable, "-c", script], HERE, {"no_proxy": "inside"}) == 3
+    assert capfd.readouterr().err == "inside,10.1.2.3 inside,10.1.2.3"
+
+
+def test_it_does_not_outlive_whoever_has_started_it(monkeypatch):
+    started = []
+
+    def interrupted(words, secrets):
+        started.append(psutil.Process(int(os.read(words.fileno(), 64))))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lm_eval, "_pass_on", interrupted)
+    script = "import os, sys, time; sys.stderr.write(str(os.getpid())); sys.stderr.flush(); time.sleep(600)"
+    with pytest.raises(KeyboardInterrupt):
+        _run([sys.executable, "-c", script], HERE, {})
+    assert not started[0].is_running()
+
+
+def test_sigterm_ends_it_too():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit), _ended_by_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@contextmanager
+def metrics(text):
+    """A server that shows these."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield Server(f"http://127.0.0.1:{server.server_port}", "m")
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_caches_that_a_router_has_lost_were_not_split():
+    router = """
+kvferry_router_ready 1
+kvferry_router_requests_total{endpoint="x",path="disaggregated",status="200"} 7
+kvferry_router_requests_total{endpoint="y",path="disaggregated",status="200"} 2
+kvferry_router_requests_total{endpoint="x",path="disaggregated",status="503"} 4
+kvferry_router_requests_total{endpoint="x",path="decode-only",status="200"} 5
+kvferry_router_lost_caches_total{prefill="p",decode="d",reason="peer_lost"} 3
+"""
+    for text, expected in ((router, 6), ("kvferry_router_ready 1\n", 0), ("vllm:x 1\n", None), ("<html>", None)):
+        with metrics(text) as server:
+            assert _num_split(server) == expected
+    assert _num_split(server) is None, "nobody is there any more"
+
+
+def test_without_lm_eval_it_is_said_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(accuracy_tasks, "find_spec", lambda name: None)
+    words = ["bench", "accuracy", "--against", "http://127.0.0.1:1", "--lm-eval", "a"]
+    result = CliRunner().invoke(app, words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "kvferry[lm-eval]" in result.stderr
+
+
 def test_the_key_of_another_service_is_not_sent():
     """lm-eval sends that of the environment unless it has a header."""
     assert Evaluation(("a",)).settings(Server("http://here:1", "m"))["model_args"]["header"]
 
 
-def test_secrets_are_hidden_however_they_come(capsys):
+def test_secrets_are_hidden_however_they_come(capsys, monkeypatch):
+    monkeypatch.setattr(lm_eval, "PIECE_BYTES", 7)
     read, write = os.pipe()
+    with os.fdopen(write, "wb") as pipe:
+        pipe.write(b"one\rrequest with 'Bearer topsecret'\ntopsecret again")
     with os.fdopen(read, "rb") as words:
-        with os.fdopen(write, "wb", buffering=0) as pipe:
-            for piece in (b"one\rrequest with 'Bea", b"rer to", b"psecret'\ntopsecret", b" again"):
-                pipe.write(piece)
         _pass_on(words, ["Bearer topsecret"])
     said = capsys.readouterr().err
     assert "topsecret" not in said

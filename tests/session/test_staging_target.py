@@ -48,7 +48,7 @@ from kvferry.session.commands import (
     Send,
     Stage,
 )
-from kvferry.session.events import AbortRequest, Acquired, Staged, Tick, TicketEnded
+from kvferry.session.events import AbortRequest, Acquired, HostSilent, Staged, Tick, TicketEnded
 from kvferry.wire import messages as m
 
 pytestmark = pytest.mark.usefixtures("three_slots_at_a_time")
@@ -261,3 +261,9 @@ def test_who_cannot_be_written_to_does_without_packing():
     session = target(Strategy.PACK)
     commands = play(session, OFFERING) and session.handle(refusal, 0.4)
     assert "cannot write to our staging memory" in str(failure(commands))
+
+
+def test_a_host_that_ignores_new_connections_may_still_write_to_us():
+    """It was met, and is about to connect to our memory: its answer, or the deadline, says whether it can."""
+    session = target(Strategy.SCATTER, Strategy.PACK)
+    play(session, [*OFFERING, (0.35, HostSilent(PEER), []), *PACKING[len(OFFERING) :]])

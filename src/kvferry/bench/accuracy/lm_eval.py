@@ -29,6 +29,7 @@ SAMPLES = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.-]+\.jsonl")
 # Of whoever is not told one.
 NO_HEADER = {"Accept": "application/json"}
 HIDDEN = b"(hidden)"
+PIECE_BYTES = 1 << 16
 
 
 class EvaluationError(ConfigurationError):
@@ -97,8 +98,7 @@ def read_folder(folder: Path, salt: str) -> dict[Place, Sample]:
     found: dict[Place, Sample] = {}
     for file in sorted(folder.rglob("samples_*.jsonl")):
         name = SAMPLES.fullmatch(file.name)
-        # A surrogate by itself is a character that some texts have, and that UTF-8 has not.
-        with file.open(encoding="utf-8", errors="surrogatepass") as lines:
+        with file.open(encoding="utf-8") as lines:
             found |= read_samples(name["task"] if name else file.stem, lines, salt)
     results = [json.loads(file.read_text(encoding="utf-8")) for file in folder.rglob("results_*.json")]
     asked = {task: count["effective"] for each in results for task, count in each.get("n-samples", {}).items()}
@@ -136,7 +136,7 @@ def _pass_on(words: IO[bytes], secrets: Iterable[str]) -> None:
     """In lines, since a secret may come in two pieces; a progress bar ends its lines with a return."""
     hidden = [part for secret in secrets for part in (secret, secret.removeprefix("Bearer ")) if part]
     rest = b""
-    while piece := os.read(words.fileno(), 1 << 16):
+    while piece := os.read(words.fileno(), PIECE_BYTES):
         *lines, rest = re.split(rb"(?<=[\r\n])", rest + piece)
         _say(lines, hidden)
     _say([rest], hidden)
