@@ -352,9 +352,6 @@ def test_the_page_says_what_came_of_it():
         [],
         ["--against", "http://127.0.0.1:8000/"],
         ["--against", "http://127.0.0.1:1", "--no-control"],
-        ["--against", "http://127.0.0.1:1", "--", "--include_path", "x"],
-        ["--against", "http://127.0.0.1:1", "--lm-eval", "a", "--prompts", "x"],
-        ["--against", "http://127.0.0.1:1", "--lm-eval", "a", "--plot", "x.html"],
         ["--against", "http://127.0.0.1:1", "--no-control", "--min-equal", "1", "--factor", "3"],
     ],
 )
@@ -362,6 +359,20 @@ def test_what_would_compare_nothing_is_refused(words):
     result = CliRunner().invoke(app, ["bench", "accuracy", *words])
     assert (result.exit_code, result.stdout) == (2, "")
     assert "error:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--", "--include_path", "x"], "these arguments mean nothing here"),
+        (["--lm-eval", "a", "--prompts", "x"], "no effect beside --lm-eval"),
+        (["--lm-eval", "a", "--plot", "x.html"], "no effect beside --lm-eval"),
+    ],
+)
+def test_options_of_prompts_and_of_tasks_are_not_mixed(words, error):
+    result = CliRunner().invoke(app, ["bench", "accuracy", "--against", "http://127.0.0.1:1", *words])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert error in result.stderr
 
 
 def test_a_limit_takes_prompts_from_all_of_the_file():

@@ -265,5 +265,5 @@ def test_who_cannot_be_written_to_does_without_packing():
 
 def test_a_host_that_ignores_new_connections_may_still_write_to_us():
     """It was met, and is about to connect to our memory: its answer, or the deadline, says whether it can."""
-    session = target(Strategy.SCATTER, Strategy.PACK)
+    session = target(Strategy.PACK)
     play(session, [*OFFERING, (0.35, HostSilent(PEER), []), *PACKING[len(OFFERING) :]])
