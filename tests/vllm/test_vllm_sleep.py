@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -101,11 +102,12 @@ def test_what_was_leased_before_is_not_leased_after_and_new_leases_are(worker):
     worker.unregister()
     told(worker)
     worker.restore()
-    reference = Reference("ours", worker.address().epoch, "l", "lease")
-    assert worker.release(reference) == Reason.UNKNOWN_LEASE
-    worker.obey(Orders(leases=[LEASE]))
+    epoch = worker.address().epoch
+    assert worker.release(Reference("ours", epoch, "l", "lease")) == Reason.UNKNOWN_LEASE
+    # Under the same id, the lease that comes would be the one just released, and end at once.
+    worker.obey(Orders(leases=[replace(LEASE, lease_id="new lease")]))
     assert told(worker) == NOTHING
-    assert worker.release(reference) == RELEASED
+    assert worker.release(Reference("ours", epoch, "l", "new lease")) == RELEASED
 
 
 def test_who_listened_in_a_room_is_asked_for_again(worker):
