@@ -6,8 +6,10 @@
 
 Both engines are started anew for each way, and asked those prompts of `kvferry bench accuracy` that are short enough.
 What other batches alone change is measured once for each decode engine and dtype, and says what a way may change;
-between different engines, so is how far the prefill engine's own answers are from those of the decode engine. The exit
-code is 1 if an answer in float32 differs, or one in bfloat16 by more than other batches make.
+between different engines, so is how far the prefill engine's own answers are from those of the decode engine. In
+bfloat16, so is what the decode engine answers where it computes one token with the prompt that it has computed in a
+step of its own, as a split does with the prompt's last token. The exit code is 1 if an answer in float32 differs, or
+one in bfloat16 by more than other batches make.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from accuracy_controls import beside, mean_of_answers, with_first_token
 from accuracy_ways import WAYS, Way
 from measuring import machine, say
 
@@ -45,6 +48,8 @@ MOST_BYTES = 6_000
 READY_S = 600.0
 EXTENT = Extent(answer_tokens=16, score_tokens=2)
 IN_OTHER_BATCHES, BY_ITSELF = "the whole, in other batches", "the prefill engine by itself"
+WITH_THE_PROMPT = "the whole, the first token with the prompt"
+EXACT = "float32"
 
 
 def chosen(number: int) -> tuple[Item, ...]:
@@ -93,19 +98,26 @@ def running(way: Way, model: tuple[str, str], logs: Path) -> Iterator[Urls]:
 
 
 def compare(
-    way: Way, model: tuple[str, str], items: tuple[Item, ...], *, with_control: bool, between_engines: bool
-) -> tuple[Measured, Measured | None]:
-    """The split beside the decode engine alone; and the prefill engine alone beside it, where that is asked for."""
+    way: Way, model: tuple[str, str], items: tuple[Item, ...], *, with_controls: bool
+) -> tuple[Measured, dict[str, Comparison]]:
+    """The split beside the decode engine alone; and where that is asked for, what else differs from that, by name."""
 
-    async def ask(urls: Urls) -> tuple[Measured, Measured | None]:
+    async def ask(urls: Urls) -> tuple[Measured, dict[str, Comparison]]:
         prefill, whole, split = (
             Server(url, model[1], at_once=4, salt=f"accuracy-{place}")
             for place, url in enumerate((urls.prefill, urls.decode, urls.router))
         )
-        measured = await measure(whole, split, items, EXTENT, counting, with_control=with_control)
-        if not between_engines:
-            return measured, None
-        return measured, await measure(whole, prefill, items, EXTENT, counting, with_control=False)
+        measured = await measure(whole, split, items, EXTENT, counting, with_control=with_controls)
+        controls: dict[str, Comparison] = {}
+        if measured.control is not None:
+            controls[IN_OTHER_BATCHES] = measured.control
+            if way.dtype != EXACT:
+                again, tokens = replace(whole, salt="accuracy-with-the-prompt"), EXTENT.answer_tokens
+                controls[WITH_THE_PROMPT] = await with_first_token(again, items, measured.baseline, tokens)
+            if way.prefill.engine != way.decode.engine:
+                found = await measure(whole, prefill, items, EXTENT, counting, with_control=False)
+                controls[BY_ITSELF] = found.split
+        return measured, controls
 
     with tempfile.TemporaryDirectory() as logs, running(way, model, Path(logs)) as urls:
         return asyncio.run(ask(urls))
@@ -117,6 +129,7 @@ def figures(run: Comparison, found: list[str]) -> dict[str, Any]:
         "compared": run.num_compared,
         "first_different_token": run.divergences,
         "mean_difference": run.mean_difference,
+        "mean_difference_of_answers": mean_of_answers(run),
         "largest_difference": run.difference(100),
         "perplexity": run.perplexity,
         "split": run.num_split,
@@ -128,24 +141,19 @@ def figures(run: Comparison, found: list[str]) -> dict[str, Any]:
 def measured_ways(
     ways: dict[str, Way], model: tuple[str, str], items: tuple[Item, ...]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row of each way, and before it what its decode engine does by itself where that is not known yet."""
-    controls: dict[str, Comparison] = {}
+    """A row of each way, and before it those of its controls, where its decode engine and dtype are the first."""
+    known: dict[str, dict[str, Comparison]] = {}
     for name, way in ways.items():
-        control = controls.get(way.dtype)
-        engines_differ = way.prefill.engine != way.decode.engine
-        first_of_dtype = control is None
-        measured, beside = compare(
-            way, model, items, with_control=first_of_dtype, between_engines=first_of_dtype and engines_differ
-        )
-        if control is None:
-            assert measured.control is not None
-            control = controls[way.dtype] = measured.control
-            yield f"{IN_OTHER_BATCHES} ({way.dtype})", figures(control, [])
-        if beside is not None:
-            yield f"{BY_ITSELF} ({way.dtype})", figures(beside.split, [])
-        limits = Limits(min_equal=1.0 if way.dtype == "float32" else None)
-        measured = Measured(measured.items, measured.baseline, measured.split, control, measured.unscored)
-        yield name, figures(measured.split, faults(measured, limits))
+        measured, controls = compare(way, model, items, with_controls=way.dtype not in known)
+        for control, comparison in controls.items():
+            yield f"{control} ({way.dtype})", figures(comparison, [])
+        controls = known.setdefault(way.dtype, controls)
+        limits = Limits(min_equal=1.0 if way.dtype == EXACT else None)
+        measured = replace(measured, control=controls[IN_OTHER_BATCHES])
+        row = figures(measured.split, faults(measured, limits))
+        if way.dtype != EXACT:
+            row["beside"] = {each: asdict(beside(measured.split, controls[each])) for each in controls}
+        yield name, row
 
 
 def main() -> int:

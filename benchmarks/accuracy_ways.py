@@ -80,8 +80,8 @@ def ways_of(prefill: Side, decode: Side, copies: Iterable[tuple[str, str]]) -> d
 ALL_COPIES = tuple(product(("shm", "cma", "tcp", "nixl"), ("direct", "scatter", "pack")))
 # Each transport and each strategy once: what moves bytes is the same code on every engine.
 SOME_COPIES = (("shm", "direct"), ("cma", "scatter"), ("tcp", "pack"), ("nixl", "direct"))
-# vLLM's cache is no shared memory, its staging memory is.
-COPIES_OF_VLLM = (("shm", "pack"), *SOME_COPIES[1:])
+# vLLM's cache is no shared memory.
+COPIES_OF_VLLM = SOME_COPIES[1:]
 OURS, VLLM, TWO_RANKS = Side(), Side("vllm"), Side("vllm", ranks=2)
 
 WAYS: dict[str, dict[str, Way]] = {

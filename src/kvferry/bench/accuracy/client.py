@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +40,10 @@ class Server:
     salt: str = ""
     timeout_s: float = 600.0
 
-    async def answers(self, prompts: Iterable[str], max_tokens: int, progress: Progress) -> list[Answer]:
-        """A greedy answer to each prompt."""
+    async def answers(
+        self, prompts: Iterable[str | Sequence[int]], max_tokens: int, progress: Progress
+    ) -> list[Answer]:
+        """A greedy answer to each prompt, which is a text or token ids."""
         fields = {"max_tokens": max_tokens, "logprobs": 1, "return_token_ids": True}
         return await self._each([{"prompt": prompt, **fields} for prompt in prompts], progress)
 
