@@ -14,6 +14,7 @@ EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "native": ("numba",),
     "router": ("starlette", "uvicorn", "aiohttp", "prometheus_client", "uvloop", "httptools"),
     "otel": ("opentelemetry.sdk",),
+    "kubernetes": ("kubernetes",),
     "torch": ("torch",),
     "kernels": ("triton",),
     "engine": ("transformers", "tokenizers", "psutil"),
@@ -22,6 +23,7 @@ EXTRAS: Final[dict[str, tuple[str, ...]]] = {
 
 INCLUDED: Final[dict[str, tuple[str, ...]]] = {
     "otel": ("router",),
+    "kubernetes": ("router",),
     "kernels": ("torch",),
     "engine": ("agent", "native", "router", "torch"),
 }

@@ -113,6 +113,7 @@ def test_without_extras_doctor_says_what_is_missing(installed):
         ("router", ("serve",), "engine"),
         ("router", ("up",), "engine"),
         ("router", ("route", "--otel", "--decode", NOWHERE), "otel"),
+        ("router", ("route", "--kubernetes-selector", "app=kvferry"), "kubernetes"),
         ("agent,router", ("serve",), "engine"),
         ("agent,router", ("up", "--engine", "vllm"), "agent,router,nixl"),
     ],

@@ -62,6 +62,18 @@ NO_REGISTRATION = Registration()
 
 
 @dataclass(frozen=True, slots=True)
+class PodSelection:
+    """Pods of a Kubernetes cluster that are instances: those with the labels of `selector`, as kubectl writes it. The
+    label `role_label` of each is `prefill` or `decode`, and `port` the name or the number of the port where it serves.
+    An empty `namespace` is the router's own."""
+
+    selector: str
+    namespace: str = ""
+    role_label: str = "kvferry.io/role"
+    port: str = "http"
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The addresses of the engines, and how long and how large anything may get.
 
@@ -87,6 +99,7 @@ class RouterConfig:
     max_answer_bytes: int = 32 * 2**20
     members_file: str = ""
     registration: Registration = NO_REGISTRATION
+    pods: PodSelection | None = None
     policy_settings: PolicySettings = DEFAULT_POLICY
     require_prefill: bool = False
     prefill_fallback: PrefillFallback = PrefillFallback.DECODE
@@ -101,7 +114,8 @@ class RouterConfig:
                 "the router needs a decode engine",
                 found="no decode URL",
                 expected="one or more, such as http://127.0.0.1:8200",
-                hint="prefill engines are optional; or let engines join: --members-file, --accept-registrations",
+                hint="prefill engines are optional; or let engines join: --members-file, --accept-registrations, "
+                "--kubernetes-selector",
             )
         _ = self.instances
         for name in LIMITS:
@@ -116,7 +130,7 @@ class RouterConfig:
     @property
     def instances_may_join(self) -> bool:
         """Whether instances may come while the router serves."""
-        return bool(self.members_file) or self.registration.is_open
+        return bool(self.members_file) or self.registration.is_open or self.pods is not None
 
     @property
     def instances(self) -> tuple[Instance, ...]:

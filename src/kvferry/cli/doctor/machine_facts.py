@@ -30,6 +30,7 @@ USED_BY: Final = {
     "native": "faster copies of short rows",
     "router": "route, top, bench, serve, up",
     "otel": "route --otel",
+    "kubernetes": "route --kubernetes-selector",
     "torch": "the engine, copies on devices",
     "kernels": "copies on devices",
     "engine": "serve, up",

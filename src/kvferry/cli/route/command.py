@@ -25,7 +25,20 @@ from kvferry.cli.options import (
 from kvferry.cli.server.logs import LogFormat
 
 engines = partial(typer.Option, rich_help_panel="Advanced: engines")
+cluster = partial(typer.Option, rich_help_panel="Advanced: Kubernetes")
 choice = partial(typer.Option, rich_help_panel="Advanced: scheduling")
+
+
+@dataclass(frozen=True, slots=True)
+class PodOptions:
+    """Which pods of a Kubernetes cluster are engines."""
+
+    kubernetes_selector: Annotated[str, cluster(help="Route to the pods with these labels, as they come and go.")] = ""
+    kubernetes_namespace: Annotated[str, cluster(help="Namespace of the pods; default: the router's own.")] = ""
+    kubernetes_role_label: Annotated[str, cluster(help="Label of a pod that says prefill or decode.")] = (
+        "kvferry.io/role"
+    )
+    kubernetes_port: Annotated[str, cluster(help="Container port where engines serve, by name or number.")] = "http"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +51,7 @@ class RouteOptions:
     accept_registrations: Annotated[
         bool, common("--accept-registrations", help="Let engines join (serve --register).")
     ] = False
+    pods: PodOptions = field(default_factory=PodOptions)
     token_file: TokenFile = ""
     require_prefill: Annotated[
         bool, engines("--require-prefill", help="/ready answers 503 without a prefill engine.")

@@ -9,13 +9,21 @@ from contextlib import closing
 import uvloop
 
 from kvferry.cli import console, environment
-from kvferry.cli.route.command import RouteOptions
+from kvferry.cli.route.command import PodOptions, RouteOptions
 from kvferry.cli.server import http, listening
 from kvferry.cli.server.logs import log_to_stderr
 from kvferry.errors import ConfigurationError
 from kvferry.http.access import guarded
 from kvferry.http.registration import KEY_PURPOSE
-from kvferry.router.config import NO_REGISTRATION, PolicySettings, PrefillFallback, Registration, RouterConfig
+from kvferry.router.config import (
+    NO_REGISTRATION,
+    PodSelection,
+    PolicySettings,
+    PrefillFallback,
+    Registration,
+    RouterConfig,
+)
+from kvferry.router.fleet.pods import check_selection
 from kvferry.router.http.app import create_app
 from kvferry.router.policy.plugins import policy_named
 from kvferry.router.policy.records import Limits
@@ -55,6 +63,21 @@ def registration_of(is_open: bool, token_file: str) -> Registration:
     return Registration(True, token.derived(KEY_PURPOSE) if token else b"")
 
 
+def pods_of(options: RouteOptions) -> PodSelection | None:
+    """Which pods are engines; None where none is asked for. Raises ConfigurationError for what no cluster takes."""
+    pods = options.pods
+    if pods.kubernetes_selector:
+        return check_selection(
+            PodSelection(
+                pods.kubernetes_selector, pods.kubernetes_namespace, pods.kubernetes_role_label, pods.kubernetes_port
+            )
+        )
+    if pods != PodOptions():
+        expected = "--kubernetes-selector as well"
+        raise ConfigurationError("an option of --kubernetes-* is alone", found="no selector", expected=expected)
+    return None
+
+
 def config_of(options: RouteOptions) -> RouterConfig:
     """Raises ConfigurationError."""
     limits = limits_of(options.ttft_slo, options.max_requests, options.skip_prefill_below)
@@ -66,6 +89,7 @@ def config_of(options: RouteOptions) -> RouterConfig:
         stall_timeout_s=options.stall_timeout,
         members_file=options.members_file,
         registration=registration_of(options.accept_registrations, options.token_file),
+        pods=pods_of(options),
         policy_settings=PolicySettings(policy_named(options.policy), limits),
         require_prefill=options.require_prefill,
         prefill_fallback=fallback_of(options.prefill_fallback),
@@ -88,7 +112,12 @@ def route(options: RouteOptions) -> None:
         senders="clients and load balancers",
         open_work="open requests",
     )
-    with closing(tracing), listening.listen(options.host, options.port) as bound:
+    with (
+        closing(tracing),
+        listening.listen(options.host, options.port) as bound,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(app.begin())
         url = listening.url_of(bound)
         console.announce(options.as_json, f"routing at {url}/v1", url=url)
         # What is there now stays: a collector that looks at all of it again holds up every open stream for tens of ms.
@@ -96,9 +125,8 @@ def route(options: RouteOptions) -> None:
         gc.collect()
         gc.freeze()
         gc.set_threshold(NUM_NEW_OBJECTS)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            ends = [http.stdin_closed()] if options.as_child else []
-            runner.run(http.run(served, bound, ends, http.ROUTER_GRACE_S, drain))
+        ends = [http.stdin_closed()] if options.as_child else []
+        runner.run(http.run(served, bound, ends, http.ROUTER_GRACE_S, drain))
 
 
 def _tracing(otel: bool) -> Tracing:

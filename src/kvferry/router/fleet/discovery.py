@@ -76,6 +76,23 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+class Section:
+    """What one list says of the pool: instances that it does not name any more are taken out again."""
+
+    def __init__(self, pool: InstancePool, origin: Origin) -> None:
+        self._pool = pool
+        self._origin = origin
+        self._listed: frozenset[Instance] = frozenset()
+
+    def set(self, now: frozenset[Instance]) -> None:
+        """These are there, and no others of this list."""
+        for instance in self._listed - now:
+            self._pool.remove(instance, self._origin)
+        for instance in sorted(now - self._listed, key=lambda one: (one.role, one.url)):
+            self._pool.add(instance, self._origin)
+        self._listed = now
+
+
 class Listed(msgspec.Struct, forbid_unknown_fields=True):
     """The contents of a members file."""
 
@@ -88,10 +105,9 @@ class MembersFile:
 
     def __init__(self, path: str, pool: InstancePool, interval_s: float) -> None:
         self._path = Path(path)
-        self._pool = pool
+        self._section = Section(pool, Origin.FILE)
         self._interval_s = interval_s
         self._seen: tuple[int, int, int] = (0, 0, 0)
-        self._listed: frozenset[Instance] = frozenset()
         self._trouble = ""
 
     async def run(self) -> None:
@@ -126,9 +142,5 @@ class MembersFile:
                 found=f"{self._path}: {os_error_text(error)}",
                 expected='{"prefill": ["http://host:port"], "decode": ["http://host:port"]}',
             ) from error
-        now = {*instances_of(Role.PREFILL, listed.prefill), *instances_of(Role.DECODE, listed.decode)}
-        for instance in self._listed - now:
-            self._pool.remove(instance, Origin.FILE)
-        for instance in sorted(now - self._listed, key=lambda one: (one.role, one.url)):
-            self._pool.add(instance, Origin.FILE)
-        self._listed = frozenset(now)
+        prefill, decode = instances_of(Role.PREFILL, listed.prefill), instances_of(Role.DECODE, listed.decode)
+        self._section.set(frozenset((*prefill, *decode)))

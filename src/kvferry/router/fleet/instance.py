@@ -22,6 +22,7 @@ class Origin(StrEnum):
 
     COMMAND_LINE = "command line"
     FILE = "file"
+    KUBERNETES = "Kubernetes"
     REGISTERED = "registered"
 
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -25,7 +26,8 @@ from kvferry.http.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error
 from kvferry.http.registration import MEMBERS_PATH
 from kvferry.http.request_ids import id_of_refusal
 from kvferry.router.config import RouterConfig
-from kvferry.router.fleet.discovery import MembersFile, Registry
+from kvferry.router.fleet.discovery import MembersFile, Registry, Section
+from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.fleet.probes import Prober
 from kvferry.router.flow.client import CLIENT_CLOSED_REQUEST, Client
@@ -42,6 +44,9 @@ from kvferry.router.telemetry.metrics import Metrics
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 from kvferry.router.upstream.http_client import HttpClient, HttpRequest
 
+if TYPE_CHECKING:
+    from kvferry.router.fleet.pod_watch import PodWatch
+
 logger = logging.getLogger(__name__)
 
 MAX_ANNOUNCEMENT_BYTES = 4096
@@ -56,20 +61,26 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
     watched = [MembersFile(path, pool, config.probe_interval_s) for path in (config.members_file,) if path]
     for file in watched:
         file.look()
+    pods = _pod_watch(config, pool)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with aclosing(HttpClient(config.connect_timeout_s, config.engine_api_key)) as http:
             app.state.services = Services(config, pool, metrics, http, tracing)
+            for watch in pods:
+                await watch.begin()
             prober = Prober(http, pool, config)
             await prober.probe_all()
-            tasks = {asyncio.create_task(run) for run in (prober.run(), *(file.run() for file in watched))}
+            runs = [prober.run(), *(file.run() for file in watched), *(watch.run() for watch in pods)]
+            tasks = {asyncio.create_task(run) for run in runs}
             try:
                 yield
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
+                for watch in pods:
+                    await watch.aclose()
 
     routes = [
         *(Route(endpoint, Generate(endpoint), methods=["POST"]) for endpoint in Endpoint),
@@ -89,7 +100,16 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
     app.router.redirect_slashes = False
     app.state.pool, app.state.metrics, app.state.config = pool, metrics, config
     app.state.registry = Registry(config, pool, metrics)
-    return RouterApp(app)
+    return RouterApp(app, pods)
+
+
+def _pod_watch(config: RouterConfig, pool: InstancePool) -> list[PodWatch]:
+    """One, or none. Raises MissingExtraError without the client of Kubernetes, which other routers do without."""
+    if config.pods is None:
+        return []
+    from kvferry.router.fleet.pod_watch import PodWatch
+
+    return [PodWatch(config.pods, Section(pool, Origin.KUBERNETES))]
 
 
 class RouterApp:
@@ -98,8 +118,9 @@ class RouterApp:
     Everything else, and whatever has another method, is the framework's; `state` is what all of them share.
     """
 
-    def __init__(self, framework: Starlette) -> None:
+    def __init__(self, framework: Starlette, pods: list[PodWatch]) -> None:
         self.state = framework.state
+        self._pods = pods
         self._framework = framework
         self._generating = {str(one): ServerErrorMiddleware(Generate(one), handler=on_defect) for one in Endpoint}
 
@@ -111,6 +132,12 @@ class RouterApp:
             return
         scope["app"], scope[BEGAN_S] = self, time.monotonic()
         await generate(scope, receive, send)
+
+    async def begin(self) -> None:
+        """Ask what the router depends on, on the loop where it will serve. Raises ConfigurationError; without this,
+        its lifespan fails with the same."""
+        for watch in self._pods:
+            await watch.begin()
 
     def turn_away(self, scope: Scope, request_id: str) -> None:
         """A request without a key is answered before it comes here: it counts all the same."""

@@ -1,0 +1,201 @@
+"""Pods of a Kubernetes cluster as instances: lists them once, and then watches what changes.
+
+The official client finds the API server and its credentials: the service account of this pod, or a kubeconfig.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from kvferry.errors import ConfigurationError
+from kvferry.extras import missing_extra
+from kvferry.http.client_errors import client_error_text
+from kvferry.router.config import PodSelection
+from kvferry.router.fleet.discovery import Section
+from kvferry.router.fleet.pods import Bookmark, Event, KnownPods, Pod, PodList, Status, decode
+
+try:
+    from kubernetes.aio import client
+    from kubernetes.aio import config as cluster_config
+    from kubernetes.aio.client.exceptions import ApiException
+    from kubernetes.aio.config.config_exception import ConfigException
+except ModuleNotFoundError as error:
+    raise (missing_extra(error, "kubernetes") or error) from error
+
+# The server ends a watch after so long, and it goes on from where it was: one that has fallen silent, or a cable that
+# was cut, costs no more than this and a little.
+WATCH_S = 60
+SLACK_S = 15.0
+LIST_S = 10.0
+# After an error, doubled up to the second.
+RETRY_S, MAX_RETRY_S = 1.0, 30.0
+MAX_LIST_BYTES = 256 * 2**20
+GONE = 410
+# The server understands, and refuses: it will the next time.
+REFUSALS = (400, 401, 403, 404, 422)
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+logger = logging.getLogger(__name__)
+
+
+class WatchEnded(Exception):
+    """A list or a watch has failed, in words; the next one may succeed."""
+
+    def __init__(self, reason: str, status: int = 0) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class PodWatch:
+    """Keeps the pool equal to the pods that a selector names. While the API server cannot be asked, everything stays as
+    it was: probes tell what is dead. `kubeconfig` is a file; empty for what this process runs in."""
+
+    def __init__(self, selection: PodSelection, section: Section, kubeconfig: str = "") -> None:
+        self._selection = selection
+        self._section = section
+        self._kubeconfig = kubeconfig
+        self._pods = KnownPods(selection)
+        self._api: Any = None
+        self._namespace = selection.namespace
+        self._version = ""
+
+    async def begin(self) -> None:
+        """Ask once, so that what cannot work is said before anything is served.
+
+        Raises ConfigurationError where there is no cluster to ask, or its server refuses; a server that does not
+        answer is only logged. Safe to call twice.
+        """
+        if self._api is not None:
+            return
+        await self._connect()
+        try:
+            await self._list()
+        except WatchEnded as ended:
+            if ended.status in REFUSALS:
+                await self.aclose()
+                raise ConfigurationError(
+                    "the Kubernetes API refuses to list pods",
+                    found=str(ended),
+                    expected=f"pods of {self._selection.selector!r} in the namespace {self._namespace!r}",
+                    hint="the service account needs get, list and watch of pods; see docs/kubernetes.md",
+                ) from ended
+            logger.warning("the Kubernetes API cannot be asked yet: %s", ended)
+
+    async def run(self) -> None:
+        """Follow the pods for ever."""
+        await self.begin()
+        wait_s, told, clock = RETRY_S, "", asyncio.get_running_loop().time
+        while True:
+            began_s = clock()
+            try:
+                await self._follow()
+                told = ""
+                if clock() - began_s >= RETRY_S:
+                    wait_s = RETRY_S
+                    continue
+            except WatchEnded as ended:
+                self._version = ""
+                # What happened since is not kept any more: the list says what is there now.
+                if ended.status == GONE:
+                    logger.info("the watch of pods begins anew: %s", ended)
+                elif str(ended) != told:
+                    logger.warning("pods are not watched, instances stay as they are: %s", ended)
+                told = str(ended)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MAX_RETRY_S)
+
+    async def aclose(self) -> None:
+        """Safe to call twice."""
+        api, self._api = self._api, None
+        if api is not None:
+            await api.api_client.close()
+
+    async def _connect(self) -> None:
+        settings = client.Configuration()
+        try:
+            if self._kubeconfig:
+                await cluster_config.load_kube_config(self._kubeconfig, client_configuration=settings)
+            else:
+                await self._load(settings)
+        except (ConfigException, OSError) as error:
+            raise ConfigurationError(
+                "there is no Kubernetes cluster to ask",
+                found=str(error),
+                expected="a pod with a service account, or a kubeconfig",
+                hint="set KUBECONFIG, or list engines with --prefill and --decode",
+            ) from error
+        self._api = client.CoreV1Api(client.ApiClient(settings))
+        self._namespace = self._namespace or _own_namespace()
+
+    async def _load(self, settings: Any) -> None:
+        try:
+            cluster_config.load_incluster_config(client_configuration=settings)
+        except ConfigException:
+            await cluster_config.load_kube_config(client_configuration=settings)
+
+    async def _follow(self) -> None:
+        """List where the version is not known; watch until the server ends it. Raises WatchEnded."""
+        if not self._version:
+            await self._list()
+        watch = {"watch": True, "allow_watch_bookmarks": True, "timeout_seconds": WATCH_S}
+        async with self._asking(WATCH_S + SLACK_S, resource_version=self._version, **watch) as response:
+            # The client's buffer takes lines that are larger than what a cluster stores of one object.
+            while line := await response.content.readline():
+                self._take(decode(line, Event))
+
+    async def _list(self) -> None:
+        async with self._asking(LIST_S) as response:
+            listed = decode(await response.read(), PodList)
+        self._warn(self._pods.replace(listed.items))
+        self._section.set(self._pods.instances)
+        self._version = listed.metadata.version
+
+    @asynccontextmanager
+    async def _asking(self, deadline_s: float, **arguments: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response whose body is read inside. Raises WatchEnded, for what happens there as well."""
+        ask, selector = self._api.list_namespaced_pod_without_preload_content, self._selection.selector
+        try:
+            async with asyncio.timeout(deadline_s):
+                response = await ask(self._namespace, label_selector=selector, _request_timeout=deadline_s, **arguments)
+                try:
+                    if response.status != 200:
+                        found = decode(await response.read(), Status)
+                        raise WatchEnded(f"{response.status} {found.message}", response.status)
+                    yield response
+                finally:
+                    response.close()
+        except (ApiException, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise WatchEnded(client_error_text(error)) from error
+
+    def _take(self, event: Event) -> None:
+        if event.type == "ERROR":
+            status = decode(event.object, Status)
+            raise WatchEnded(f"{status.code} {status.message}", status.code)
+        if event.type == "BOOKMARK":
+            self._version = decode(event.object, Bookmark).metadata.version
+            return
+        pod = decode(event.object, Pod)
+        if event.type == "DELETED":
+            self._pods.remove(pod.metadata.uid)
+        else:
+            self._warn(self._pods.put(pod))
+        self._section.set(self._pods.instances)
+        self._version = pod.metadata.version
+
+    def _warn(self, warnings: list[str]) -> None:
+        for warning in warnings:
+            logger.warning("%s", warning)
+
+
+def _own_namespace() -> str:
+    try:
+        return NAMESPACE_FILE.read_text().strip() or "default"
+    except OSError:
+        return "default"
