@@ -72,8 +72,8 @@ CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 6, (0,)))
 GRANT = m.Grant("q1", ((3, 5),))
 
 
-def session(layouts=TARGET_LAYOUTS) -> TargetSession:
-    return TargetSession(TargetIdentity(US, "0.1.0", layouts), TIMING)
+def session(layouts=TARGET_LAYOUTS, timing=TIMING) -> TargetSession:
+    return TargetSession(TargetIdentity(US, "0.1.0", layouts), timing)
 
 
 @pytest.fixture
@@ -298,10 +298,22 @@ def test_a_source_whose_host_is_silent_is_not_waited_for(target):
     play(target, [(3.1, HostSilent(PEER), []), (3.2, replace(WANTED, request_id="q2"), [HELLO])])
 
 
-def test_a_source_that_was_met_is_lost_by_its_heartbeats_alone(target):
-    """A host may ignore attempts to connect, and serve those who are connected."""
+def test_a_source_that_was_met_and_speaks_is_not_lost_if_its_host_ignores_attempts_to_connect(target):
     play(target, POSTED)
-    play(target, [(0.8, HostSilent(PEER), [])])
+    play(target, [(0.8, HostSilent(PEER), []), (2.3, HostSilent(PEER), [])])
+
+
+def test_a_source_that_was_met_and_whose_host_is_silent_is_lost_before_all_heartbeats_are_missed():
+    """A rank that computes may miss many."""
+    timing = replace(TIMING, missed_heartbeats=30)
+    target = session(timing=timing)
+    play(target, POSTED)
+    commands = target.handle(HostSilent(PEER), 5.5)
+    assert failure(commands).reason == "peer_lost"
+    assert "has said nothing for 5.1 s" in str(failure(commands))
+    assert Disconnect(PEER) in commands
+    target = session(timing=timing)
+    play(target, [*DONE, (9.0, HostSilent(PEER), [])])
 
 
 def test_a_silent_source_whose_process_has_ended_is_not_waited_for_either(target):

@@ -209,15 +209,13 @@ def test_a_process_that_can_start_no_more_threads_says_so(world: World, monkeypa
             world.near.transport.connect("far", descriptor)
 
 
-def test_a_broken_connection_is_made_again(world: World) -> None:
+def test_a_connection_that_has_ended_is_made_again_before_it_is_used(world: World) -> None:
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
     transport = world.far.transport
     assert isinstance(transport, TcpTransport)
     for connection in list(transport._server._connections.values()):
         connection.interrupt()
     wait_for(lambda: not transport._server._connections)
-    rows = Copies(*(np.array([n], np.uint64) for n in (world.far.address(0, 0), world.near.address(0, 0), 8)), 1)
-    assert world.run(rows, Direction.READ)
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvferry import Timing
 
 # A peer may be slow to meet and slow to answer without being lost, and taking it for lost would fail its requests. One
-# whose process has ended is noticed after two heartbeats.
+# whose process has ended is noticed after two heartbeats, and one whose host is silent after three attempts to connect.
 HANDSHAKE_S = 45.0
 MISSED_HEARTBEATS = 30
 # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.

@@ -65,10 +65,16 @@ class Liveness:
         if key in self._peers and (not self._peers[key].ready or is_needed(key, self._fetches)):
             yield _lost(key, f"nothing listens at {key.address} any more", "has that engine exited?")
 
-    def silent(self, key: PeerKey) -> Iterator[Step]:
-        """The host of a peer does not answer. One that was met before is lost by missed heartbeats alone."""
-        if key in self._peers and not (self._peers[key].ready or self._peers[key].machine.allows("refused")):
-            what = f"nothing answers at {key.address}"
+    def silent(self, key: PeerKey, now: float) -> Iterator[Step]:
+        """The host of a peer does not answer attempts to connect. It may do so, and still serve those who are
+        connected: one that was met before is lost only if it has said nothing for a while, either."""
+        if key not in self._peers:
+            return
+        peer, what = self._peers[key], f"nothing answers at {key.address}"
+        silent_s = now - peer.last_heard
+        if peer.ready and is_needed(key, self._fetches) and silent_s > QUIET_HEARTBEATS * self._timing.heartbeat_s:
+            yield _lost(key, f"{what}, and {key} has said nothing for {silent_s:.1f} s", "is that host up?")
+        elif not (peer.ready or peer.machine.allows("refused")):
             hint = "is that host up, is this its address, and does a firewall let the port through?"
             yield PeerLost(key, TransferError(Reason.UNREACHABLE, what, hint=hint))
 

@@ -222,7 +222,7 @@ class TargetSession:
         self._aborts.gone(event.peer, now)
 
     def _silent(self, event: e.HostSilent, now: float) -> Iterator[Step]:
-        yield from self._liveness.silent(event.peer)
+        yield from self._liveness.silent(event.peer, now)
 
     def _tick(self, event: e.Tick, now: float) -> Iterator[Step]:
         yield from self._lookups.repeat(now)

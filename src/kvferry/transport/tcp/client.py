@@ -56,7 +56,8 @@ class Transfer:
 class PeerClient:
     """Makes transfers one after another and puts their completions into `ended`. The first one opens the connection.
 
-    When the connection fails, all waiting transfers end with its reason; the next one opens a new connection.
+    When the connection fails, all waiting transfers end with its reason; the next one opens a new connection. So does
+    one that finds the connection closed: a cable that was out for a while has ended it, and nobody was told.
     """
 
     def __init__(self, address: PeerAddress, ended: SimpleQueue[Completion], stall_timeout_s: float) -> None:
@@ -153,6 +154,8 @@ class PeerClient:
             connection.send(self._staging.data[: int(sizes.sum())])
 
     def _connected(self) -> Connection:
+        if self._connection is not None and not self._connection.is_open:
+            self._drop_connection()
         if self._connection is None:
             connection = open_connection((self._address.host, self._address.port), self._stall_timeout_s)
             with self._lock:
@@ -162,11 +165,14 @@ class PeerClient:
             self._proof = proof_of(self._address.key, connection.receive_message(Challenge))
         return self._connection
 
-    def _disconnect(self, reason: str) -> None:
+    def _drop_connection(self) -> None:
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
+
+    def _disconnect(self, reason: str) -> None:
+        self._drop_connection()
         while True:
             try:
                 transfer = self._transfers.get_nowait()

@@ -109,6 +109,18 @@ class Connection:
             raise ConnectionResetError("the peer closed the connection")
         return True
 
+    @property
+    def is_open(self) -> bool:
+        """Between two requests, when the peer has nothing to say: whether it has not closed the connection, as far as
+        this host knows."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def send_message(self, message: msgspec.Struct, columns: bytes = b"") -> None:
         """Raises OSError."""
         payload = msgspec.msgpack.encode(message)
