@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -9,10 +10,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import yaml
+from docs_pages import calls_of
 from typer.testing import CliRunner
 
 from kvferry.agent.control.shared_token import MAX_TOKEN_BYTES, MIN_DIFFERENT_BYTES, MIN_TOKEN_BYTES
@@ -86,9 +90,9 @@ VALUES = {"default": MODEL, "small": SMALL, "full": FULL, "bare": BARE}
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the extra chart is not installed: {', '.join(MISSING)}")
 
 
-def run(tool, *arguments, text=None):
+def run(tool, *arguments, text=None, **more):
     words = [TOOLS[tool], *map(str, arguments)]
-    return subprocess.run(words, input=text, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(words, input=text, capture_output=True, text=True, check=False, timeout=60, **more)
 
 
 def helm(command, values, *arguments):
@@ -437,13 +441,110 @@ def test_the_dockerfile_has_nothing_that_hadolint_finds(image):
     assert "hadolint ignore" not in DOCKERFILE.read_text()
 
 
-def test_the_notes_are_of_this_release():
-    done = helm("install", FULL, "ferry", "--dry-run=client", "--namespace", "inference")
+def test_the_notes_are_of_this_release(tmp_path):
+    """Helm shows notes only when it installs, so this copy of the chart has them in an object."""
+    chart = shutil.copytree(CHART, tmp_path / "chart")
+    notes = (chart / "templates/NOTES.txt").read_text()
+    written = f'{{{{- define "notes" -}}}}\n{notes}\n{{{{- end -}}}}\nkind: Notes\nnotes: {{{{ include "notes" . | quote }}}}\n'
+    (chart / "templates/notes.yaml").write_text(written)
+    arguments = ("--namespace", "inference", "--show-only", "templates/notes.yaml", "--values", "-")
+    done = run("helm", "template", "ferry", chart, *arguments, text=json.dumps(FULL))
     assert done.returncode == 0, done.stderr
-    notes = done.stdout.partition("NOTES:")[2]
-    assert "deployment/ferry-kvferry-router" in notes
-    assert '"model": "llama"' in notes
-    assert "seriesQuery" in notes
+    shown = yaml.safe_load(done.stdout)["notes"]
+    assert "--namespace inference rollout status deployment/ferry-kvferry-router" in shown
+    assert "8000:443" in shown
+    assert json.loads(re.search(r"-d '(.*)'", shown)[1])["model"] == "llama"
+    page = (ROOT / "docs/kubernetes.md").read_text()
+    assert [
+        line for line in re.findall(r"^ +(?:- )?\w+: .*[{<].*", shown, re.MULTILINE) if line.strip() not in page
+    ] == []
+
+
+class Cluster(BaseHTTPRequestHandler):
+    """As much of an API server as Helm asks for one Secret."""
+
+    def do_GET(self):
+        secret = {"metadata": {"name": "ferry-kvferry-token"}, "data": {"token": "a2VwdA=="}}
+        kinds = [{"name": "secrets", "kind": "Secret", "namespaced": True, "verbs": ["get"]}]
+        known = {
+            "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": kinds},
+            "/api/v1/namespaces/inference/secrets/ferry-kvferry-token": {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                **secret,
+            },
+        }
+        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+        answer = known.get(self.path.partition("?")[0], status)
+        body = json.dumps(answer).encode()
+        self.send_response(404 if answer is status else 200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def kubeconfig(tmp_path):
+    """The environment of a Helm that is connected to such a server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Cluster) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "c",
+            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+            "users": [{"name": "u", "user": {}}],
+        }
+        (tmp_path / "config").write_text(yaml.safe_dump(config))
+        yield {**os.environ, "KUBECONFIG": str(tmp_path / "config"), "HOME": str(tmp_path)}
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("namespace", "is_kept"), [("inference", True), ("elsewhere", False)])
+def test_the_token_that_is_there_stays(kubeconfig, namespace, is_kept):
+    arguments = ("--dry-run=server", "--namespace", namespace, "--show-only", "templates/token.yaml", "--values", "-")
+    done = run("helm", "template", "ferry", CHART, *arguments, text=json.dumps(MODEL), env=kubeconfig)
+    assert done.returncode == 0, done.stderr
+    token = base64.b64decode(yaml.safe_load(done.stdout)["data"]["token"]).decode()
+    assert (token == "kept") == is_kept
+    assert is_kept or (len(token) >= MIN_TOKEN_BYTES and len(set(token)) >= MIN_DIFFERENT_BYTES)
+
+
+def test_the_commands_of_the_page_can_be_rendered(tmp_path):
+    calls = [words for place, words in calls_of("helm") if "kubernetes.md" in place]
+    assert [words[0] for words in calls] == ["install", "install", "upgrade"]
+    for words in calls:
+        kept = [word for word in words[1:] if word != "--reuse-values"]
+        done = run("helm", "template", *kept, *(["--set", "model=m"] if words[0] == "upgrade" else []), cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert "kind: Deployment" in done.stdout
+
+
+def test_the_objects_and_values_of_the_page_are_those_of_the_chart(rendered):
+    page = (ROOT / "docs/kubernetes.md").read_text()
+    assert {document["kind"] for document in rendered("full")} - {"Service", "Secret"} <= set(
+        re.findall(r"(\w+?)s?\b", page)
+    ) | {"NetworkPolicy"}
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    rows = re.findall(
+        r"^\| (`[a-z]+[^|]*`) \| ([^|]*) \|", page.partition("### Values")[2].partition("## Disc")[0], re.M
+    )
+    assert len(rows) > 12
+    for names, defaults in rows:
+        given = [each.strip("` ") for each in defaults.split(",")]
+        for number, name in enumerate(re.findall(r"`([^`]+)`", names)):
+            value = values
+            for key in name.split("."):
+                value = value[key]
+            if any(given) and value is not None:
+                assert str(value) == given[min(number, len(given) - 1)], name
 
 
 def scaling(**values):
@@ -499,7 +600,11 @@ REFUSED = {
         "without networkPolicy.metricsNamespaceLabels",
         "kubernetes.io/metadata.name",
     ),
-    "a label of ours": ({**MODEL, "decode": {"podLabels": {"kvferry.io/role": "x"}}}, "kvferry.io/role", "other labels"),
+    "a label of ours": (
+        {**MODEL, "decode": {"podLabels": {"kvferry.io/role": "x"}}},
+        "kvferry.io/role",
+        "other labels",
+    ),
     "two strategies": ({**MODEL, "decode": {"strategy": {"type": "Recreate"}}}, "Recreate", "rollingUpdate null"),
     "no way to replace": (
         {**MODEL, "decode": {"strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 0}}}},
