@@ -1,6 +1,7 @@
 """How long the server of another engine may take to be ready."""
 
 import asyncio
+import math
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,35 +17,34 @@ ENGINE = EngineProcess("vLLM", [], {}, "http://127.0.0.1:1", "/health", "")
 PAUSED = replace(ENGINE, command=[sys.executable, "-c", "import signal; signal.pause()"])
 
 
-@pytest.mark.parametrize("is_child", [True, False])
-def test_a_child_leaves_it_to_its_parent_how_long_an_engine_may_take(monkeypatch, is_child):
-    """A parent that knows of a download waits longer than we would."""
+@pytest.mark.parametrize("within_s", [math.inf, -1.0])
+def test_an_engine_may_take_so_long_and_no_longer(monkeypatch, within_s):
     answers = iter([False, False, True])
-    monkeypatch.setattr(engine_process, "READY_S", -1.0)
     monkeypatch.setattr(engine_process, "POLL_S", 0.0)
     monkeypatch.setattr(engine_process, "_is_healthy", lambda url: next(answers))
 
     async def main():
         ending = asyncio.create_task(asyncio.Event().wait())
         try:
-            await _ready(ENGINE, SimpleNamespace(returncode=None), ending, is_child=is_child)
+            await _ready(ENGINE, SimpleNamespace(returncode=None), ending, within_s)
         finally:
             ending.cancel()
 
-    if is_child:
+    if within_s > 0:
         asyncio.run(main())
         assert list(answers) == []
     else:
-        with pytest.raises(ConfigurationError, match="did not become ready in time"):
+        with pytest.raises(ConfigurationError, match="more: --start-timeout"):
             asyncio.run(main())
 
 
 @pytest.mark.parametrize("is_child", [True, False])
-def test_an_engine_of_a_parent_is_waited_for_as_a_child(monkeypatch, is_child):
+def test_a_child_leaves_it_to_its_parent_how_long_an_engine_may_take(monkeypatch, is_child):
+    """A parent that knows of a download waits longer than we would."""
     waited = []
 
-    async def ready(engine, process, ending, *, is_child):
-        waited.append(is_child)
+    async def ready(engine, process, ending, within_s):
+        waited.append(within_s)
         # What is waited for meanwhile has begun.
         await asyncio.wait({ending}, timeout=0.01)
         raise ConfigurationError("not ready")
@@ -52,15 +52,15 @@ def test_an_engine_of_a_parent_is_waited_for_as_a_child(monkeypatch, is_child):
     monkeypatch.setattr(engine_process, "_ready", ready)
     monkeypatch.setattr(engine_process.http, "stdin_closed", asyncio.Event().wait)
     with pytest.raises(ConfigurationError, match="not ready"):
-        serve_engine(ServeOptions(as_child=is_child), PAUSED)
-    assert waited == [is_child]
+        serve_engine(ServeOptions(as_child=is_child, start_timeout=7.0), PAUSED)
+    assert waited == [math.inf if is_child else 7.0]
 
 
 def test_an_engine_that_is_told_to_end_before_it_is_ready_is_not_announced(monkeypatch):
     async def parent_is_gone():
         """At once."""
 
-    async def ready(engine, process, ending, *, is_child):
+    async def ready(engine, process, ending, within_s):
         await ending
 
     monkeypatch.setattr(engine_process, "_ready", ready)

@@ -189,7 +189,6 @@ REFUSED = {
         "decode.extraArgs",
     ),
     "one port for two": ({**MODEL, "engines": {"transferPort": 8000}}, "8000", "two ports"),
-    "longer than kvferry waits": ({**MODEL, "engines": {"startupTimeoutSeconds": 900}}, "900", "at most 600"),
     "metrics that nobody reaches": (
         {**MODEL, "podMonitor": {"enabled": True}},
         "without networkPolicy.metricsNamespaceLabels",

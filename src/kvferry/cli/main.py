@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import sys
 from typing import Annotated
 
@@ -49,6 +51,9 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     """Entry point of the console script."""
+    if os.getpid() == 1:
+        # In a container: the kernel keeps the signals from process 1 that it has no handler for.
+        signal.signal(signal.SIGTERM, _end)
     try:
         app()
     except KeyboardInterrupt:
@@ -65,6 +70,10 @@ def main() -> None:
         raise SystemExit(2) from None
     finally:
         flush_or_discard(sys.stdout, sys.stderr)
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

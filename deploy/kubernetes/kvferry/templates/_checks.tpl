@@ -85,9 +85,6 @@
 {{- if and (hasPrefix "/models/" .Values.model) (not .Values.models.existingClaim) -}}
 {{- include "kvferry.refuse" (dict "what" "nothing is mounted at /models" "found" (printf "model %s without models.existingClaim" .Values.model) "expected" "models.existingClaim, or a Hugging Face name") -}}
 {{- end -}}
-{{- if and (eq .Values.engine "vllm") (gt (int .Values.engines.startupTimeoutSeconds) 600) -}}
-{{- include "kvferry.refuse" (dict "what" "kvferry serve would end vLLM before" "found" (printf "engines.startupTimeoutSeconds %v" .Values.engines.startupTimeoutSeconds) "expected" "at most 600 with engine vllm") -}}
-{{- end -}}
 {{- $rdma := .Values.engines.rdma -}}
 {{- if ne (not $rdma.resource) (lt (int $rdma.count) 1) -}}
 {{- include "kvferry.refuse" (dict "what" "RDMA needs a resource and a count" "found" (printf "engines.rdma.resource %q, engines.rdma.count %v" $rdma.resource $rdma.count) "expected" "both, such as rdma/ib and 1, or neither") -}}

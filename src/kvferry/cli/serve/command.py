@@ -111,6 +111,7 @@ class ServeOptions:
     lease_timeout: Annotated[float, times(min=0.1, help="How long a cache waits to be read.")] = 30.0
     heartbeat: Annotated[float, times(min=0.05, help="Interval of heartbeats; a peer that misses three is lost.")] = 1.0
     drain_timeout: Drain = 30.0
+    start_timeout: Annotated[float, times(min=1, help="How long vLLM or SGLang may take to load its model.")] = 600.0
     join: JoinOptions = field(default_factory=JoinOptions)
     http_access: AccessOptions = field(default_factory=AccessOptions)
     as_json: Json = False
@@ -135,6 +136,9 @@ def serve(context: typer.Context, options: ServeOptions) -> int:
             case "sglang":
                 return _serve_sglang(context, options)
             case _:
+                if is_given(context, "start_timeout"):
+                    what, expected = "this option is for servers of others", "--engine vllm or sglang"
+                    raise ConfigurationError(what, found="--start-timeout", expected=expected)
                 return _serve_embedded(options)
 
 

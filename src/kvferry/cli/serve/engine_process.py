@@ -23,7 +23,6 @@ from kvferry.cli.serve.joining import joined
 from kvferry.cli.server import http
 from kvferry.errors import ConfigurationError
 
-READY_S = 600.0
 POLL_S = 0.25
 # SGLang computes a token before it says that it is healthy.
 ANSWER_S = 20.0
@@ -68,7 +67,8 @@ async def _run(options: ServeOptions, engine: EngineProcess) -> int:
     ends = [process.wait(), told.wait(), *([http.stdin_closed()] if options.as_child else [])]
     ending = asyncio.create_task(_first(ends))
     try:
-        await _ready(engine, process, ending, is_child=options.as_child)
+        # Whoever has started us as a child waits as long as it likes: for a download, an hour.
+        await _ready(engine, process, ending, math.inf if options.as_child else options.start_timeout)
         if not ending.done():
             _announce(options, engine)
             async with joined(options.join, engine.url, token):
@@ -104,10 +104,10 @@ async def _first(ends: Iterable[Coroutine[Any, Any, object]]) -> None:
             task.cancel()
 
 
-async def _ready(engine: EngineProcess, process: Process, ending: asyncio.Task[None], *, is_child: bool) -> None:
-    """Returns when the server answers, or when we were told to end. Raises ConfigurationError when it has ended."""
-    # Whoever has started us as a child waits as long as it likes: for a download, an hour.
-    deadline = math.inf if is_child else time.monotonic() + READY_S
+async def _ready(engine: EngineProcess, process: Process, ending: asyncio.Task[None], within_s: float) -> None:
+    """Returns when the server answers, or when we were told to end. Raises ConfigurationError when it has ended, or
+    does neither in time."""
+    deadline = time.monotonic() + within_s
     while True:
         asking = asyncio.create_task(asyncio.to_thread(_is_healthy, engine.url + engine.ready_path))
         await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +117,8 @@ async def _ready(engine: EngineProcess, process: Process, ending: asyncio.Task[N
         if ending.done() or asking.result():
             return
         if time.monotonic() > deadline:
-            raise ConfigurationError(f"{engine.engine} did not become ready in time", expected=f"within {READY_S:g} s")
+            what, hint = f"{engine.engine} did not become ready in time", "give a large model more: --start-timeout"
+            raise ConfigurationError(what, expected=f"within {within_s:g} s", hint=hint)
         await asyncio.wait({ending}, timeout=POLL_S)
 
 
