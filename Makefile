@@ -22,7 +22,7 @@ BIN := .venv/bin
 VLLM_BIN = $(VLLM_ENVIRONMENT)/bin
 SGLANG_BIN := .venv-sglang/bin
 
-.PHONY: up test check unit e2e slow accuracy simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-catalog test-chart docs docs-serve format clean
+.PHONY: up test check unit e2e e2e-hosts slow accuracy simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-catalog test-chart docs docs-serve format clean
 
 up: .venv/engine $(if $(findstring gemma-3-270m,$(ARGS)),.venv/demo)
 	@$(BIN)/kvferry up $(ARGS)
@@ -46,6 +46,12 @@ unit: .venv/dev
 
 e2e: .venv/dev
 	$(BIN)/pytest -n $(FLEETS) --dist loadfile -m "e2e and not (chaos or slow)"
+
+# Fleets whose engines and router are each on a host of their own: namespaces, which need root.
+FLEETS_ON_HOSTS := $(patsubst %,tests/e2e/test_%.py,main_job failures strategies bench_up router_differential listening_fleet)
+e2e-hosts: .venv/dev
+	unshare --net sh -c 'ip link set lo up && KVFERRY_FLEET=hosts exec "$$@"' - \
+		$(BIN)/pytest -m "not (chaos or slow)" $(FLEETS_ON_HOSTS) $(ARGS)
 
 # What `make test` leaves out for the time that it takes.
 slow: .venv/dev

@@ -84,6 +84,16 @@ class Network:
             self._centre.run("ip", "link", "set", "dev", host.name, "master", "bridge0", "up")
             _bring_up(host, "eth0")
 
+    def join_home(self, device: str, address: str) -> None:
+        """A cable to where this process is, which should be a network namespace of its own: `unshare --net`."""
+        with open("/proc/self/ns/net") as home:
+            fd = home.fileno()
+            self._centre.run("ip", "link", "add", "name", "home", "type", "veth", "peer", "name", device)
+            self._centre.run("ip", "link", "set", device, "netns", f"/proc/self/fd/{fd}", fds=(fd,))
+        self._centre.run("ip", "link", "set", "dev", "home", "master", "bridge0", "up")
+        _run(*_address(device, address))
+        _run("ip", "link", "set", device, "up")
+
     def unplug(self, name: str) -> None:
         """The host says nothing any more, and nobody is told."""
         self._centre.run("ip", "link", "set", "dev", name, "down")
@@ -125,9 +135,9 @@ class Network:
         host.run(*_address("eth0", address))
 
     def close(self) -> None:
-        """The network ends with its hosts."""
-        for host in self.hosts.values():
-            host.close()
+        """The network ends with its hosts. Safe to call twice."""
+        while self.hosts:
+            self.hosts.popitem()[1].close()
 
 
 def _bring_up(host: Host, device: str) -> None:

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import signal
 import time
@@ -70,7 +71,7 @@ def start_fleet(tiny_model, tmp_path_factory) -> Iterator[Callable[..., Fleet]]:
     def start(num_prefill=1, num_decode=1, transport="auto", decode_block_tokens=16, more=()) -> Fleet:
         arguments = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", transport, *more)
         options = FleetOptions(num_prefill, num_decode, arguments, 16, decode_block_tokens, 8192, port=0)
-        fleet = Fleet(options, tmp_path_factory.mktemp("logs"))
+        fleet = kind_of_fleet()(options, tmp_path_factory.mktemp("logs"))
         started.append(fleet)
         fleet.start()
         return fleet
@@ -95,6 +96,15 @@ def start(tmp_path) -> Iterator[Callable[..., tuple[Child, dict]]]:
         child.terminate()
     for child in children:
         child.stop()
+
+
+def kind_of_fleet() -> type[Fleet]:
+    """Hosts need root and a network namespace of this process: only `make e2e-hosts` has them."""
+    if os.environ.get("KVFERRY_FLEET") != "hosts":
+        return Fleet
+    from fleet_on_hosts import FleetOnHosts
+
+    return FleetOnHosts
 
 
 def silent(text: str) -> None:

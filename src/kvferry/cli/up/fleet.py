@@ -91,7 +91,7 @@ class Fleet:
             self._restarted_at = [*(at for at in self._restarted_at if now - at < RESTARTS_WITHIN_S), now]
             if len(self._restarted_at) > MAX_RESTARTS:
                 raise ConfigurationError("the engines keep exiting", hint=f"their output is in {self._logs}")
-            self._children[index] = Child(child.name, child.arguments, child.log, self._ports[child.name])
+            self._children[index] = self._child(child.name, child.arguments, self._ports[child.name])
             self._await(self._children[index], time.monotonic() + self._options.ready_s)
 
     @property
@@ -122,9 +122,12 @@ class Fleet:
             sizes += ("--num-blocks", str(num_blocks))
         role = ("--role", side) if self._options.has_roles else ()
         arguments = ("serve", "--engine-id", name, *role, *sizes, *self._options.engine_arguments)
-        return Child(name, arguments, self._logs / f"{name}.log", port=0)
+        return self._child(name, arguments, 0)
 
     def _router(self) -> Child:
         engines = [("--prefill", url) for url in self.prefill_urls] + [("--decode", url) for url in self.decode_urls]
         words = [word for pair in engines for word in pair]
-        return Child("router", ("route", *words), self._logs / "router.log", self._options.port)
+        return self._child("router", ("route", *words), self._options.port)
+
+    def _child(self, name: str, arguments: tuple[str, ...], port: int) -> Child:
+        return Child(name, arguments, self._logs / f"{name}.log", port)
