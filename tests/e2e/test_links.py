@@ -173,6 +173,31 @@ def test_what_gets_lost_after_the_cache_has_landed(pair):
         pair.prefill.until_free()
 
 
+@pytest.mark.chaos
+@pytest.mark.parametrize("phase", ["before", "during", "after"])
+def test_a_cable_that_is_out_for_ten_seconds_in_any_phase(pair, phase):
+    """Longer than anybody waits for it, and back before the next request."""
+    both = "prefill", "decode"
+    if phase == "during":
+        with pair.reading() as (prompt, asked):
+            with pair.lost(*both):
+                time.sleep(10.0)  # That is what is tested.
+            pair.check(prompt, asked, LOST)
+        return
+    prompt, params = pair.handed_over(LONG)
+    if phase == "before":
+        with pair.lost(*both):
+            asked = pair.ask(prompt, params)
+            time.sleep(10.0)
+        pair.check(prompt, asked, LOST)
+    else:
+        asked = pair.ask(prompt, params)
+        asked.began.wait(60.0)
+        with pair.lost(*both):
+            time.sleep(10.0)
+        pair.check(prompt, asked, ("",))
+
+
 def test_engines_that_never_met(pair):
     """And meet later, though the cable was out when they should have met."""
     pair.decode.close()
