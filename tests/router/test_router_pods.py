@@ -244,11 +244,33 @@ async def test_while_the_api_refuses_or_says_nonsense_instances_stay(tmp_path, c
         watched.api.refusal = None
         watched.api.pods["d"] = pod("d", "decode", "10.0.0.2")
         await watched.until(P0, D0)
-        watched.api.history.append((10_000, "ADDED", {"metadata": {"uid": 7}}))
+        watched.api.history.append((10_000, "ADDED", ["no object"]))
         watched.api.version = 10_000
         watched.api.put(pod("q", "prefill", "10.0.0.3"))
         await watched.until(P0, D0, Instance("http://10.0.0.3:8000", Role.PREFILL))
-    assert "Expected `str`, got `int`" in caplog.text
+    assert "a pod cannot be read: Expected `object`, got `array`" in caplog.text
+
+
+async def test_a_pod_that_cannot_be_read_keeps_nobody_from_the_others(tmp_path, caplog):
+    async with watching(tmp_path, pods={"bad": {"metadata": {"uid": 7}}, "p": pod("p")}) as watched:
+        await watched.until(P0)
+        await watched.until_watching()
+        watched.api.put({"metadata": {"name": "worse", "uid": "u"}, "spec": "none"})
+        watched.api.put(pod("d", "decode", "10.0.0.2"))
+        await watched.until(P0, D0)
+        assert len([query for query in watched.api.asked if "watch" not in query]) == 1
+    assert "a pod cannot be read: Expected `str`, got `int` - at `$.metadata.uid`" in caplog.text
+    assert "a pod cannot be read: Expected `object`, got `str` - at `$.spec`" in caplog.text
+
+
+async def test_nonsense_in_the_place_of_events_begins_the_watch_anew(tmp_path, caplog):
+    async with watching(tmp_path, pods={"p": pod("p")}) as watched:
+        await watched.until_watching()
+        watched.api.history.append((10_000, 7, {}))
+        watched.api.version = 10_000
+        watched.api.put(pod("d", "decode", "10.0.0.2"))
+        await watched.until(P0, D0)
+    assert "instances stay as they are: ValidationError: Expected `str`, got `int` - at `$.type`" in caplog.text
 
 
 async def test_a_server_that_ends_every_watch_at_once_is_not_asked_without_a_pause(tmp_path, monkeypatch):

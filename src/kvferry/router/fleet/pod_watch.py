@@ -19,7 +19,7 @@ from kvferry.extras import missing_extra
 from kvferry.http.client_errors import client_error_text
 from kvferry.router.config import PodSelection
 from kvferry.router.fleet.discovery import Section
-from kvferry.router.fleet.pods import Bookmark, Event, KnownPods, Pod, PodList, Status, decode
+from kvferry.router.fleet.pods import Bookmark, Event, KnownPods, PodList, Status, decode, pods_of
 
 try:
     from kubernetes.aio import client
@@ -153,7 +153,8 @@ class PodWatch:
     async def _list(self) -> None:
         async with self._asking(LIST_S) as response:
             listed = decode(await response.read(), PodList)
-        self._warn(self._pods.replace(listed.items))
+        pods, warnings = pods_of(listed.items)
+        self._warn([*warnings, *self._pods.replace(pods)])
         self._section.set(self._pods.instances)
         self._version = listed.metadata.version
 
@@ -181,13 +182,15 @@ class PodWatch:
         if event.type == "BOOKMARK":
             self._version = decode(event.object, Bookmark).metadata.version
             return
-        pod = decode(event.object, Pod)
-        if event.type == "DELETED":
-            self._pods.remove(pod.metadata.uid)
-        else:
-            self._warn(self._pods.put(pod))
+        pods, warnings = pods_of([event.object])
+        for pod in pods:
+            if event.type == "DELETED":
+                self._pods.remove(pod.metadata.uid)
+            else:
+                warnings += self._pods.put(pod)
+            self._version = pod.metadata.version
+        self._warn(warnings)
         self._section.set(self._pods.instances)
-        self._version = pod.metadata.version
 
     def _warn(self, warnings: list[str]) -> None:
         for warning in warnings:

@@ -62,10 +62,10 @@ class ListMetadata(msgspec.Struct, frozen=True):
 
 
 class PodList(msgspec.Struct, frozen=True):
-    """What the API answers to a list; a watch begins at its version."""
+    """What the API answers to a list; a watch begins at its version. Each pod is read by itself."""
 
     metadata: ListMetadata
-    items: tuple[Pod, ...]
+    items: tuple[msgspec.Raw, ...]
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -86,6 +86,17 @@ class Status(msgspec.Struct, frozen=True):
 
     code: int = 0
     message: str = ""
+
+
+def pods_of(bodies: Iterable[msgspec.Raw]) -> tuple[list[Pod], list[str]]:
+    """The pods, and what is wrong with those that cannot be read: a cluster has many, and may be newer than we are."""
+    pods, warnings = [], []
+    for body in bodies:
+        try:
+            pods.append(decode(body, Pod))
+        except ValueError as error:
+            warnings.append(f"a pod cannot be read: {error}")
+    return pods, warnings
 
 
 Answer = TypeVar("Answer", PodList, Event, Pod, Bookmark, Status)
