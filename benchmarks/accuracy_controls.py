@@ -19,11 +19,19 @@ async def with_first_token(whole: Server, items: tuple[Item, ...], baseline: Run
 
     A split computes the last token of a prompt in a step of its own, which the whole computes with the prompt. Here it
     is the other way round for one token, on one server. Raises ClientError, OSError or ValueError where that cannot
-    tell a prompt's tokens.
+    tell the tokens of prompts and answers.
     """
+    if not all(answer.ids for answer in baseline.answers):
+        raise ValueError("the server does not tell the token ids of its answers")
     prompts = [(*(await whole.tokenize(item.prompt)), *answer.ids[:1]) for item, answer in pairs(items, baseline)]
     answers = await whole.answers(prompts, answer_tokens - 1, lambda: None)
-    return Comparison(items, Run(tuple(rest(answer) for answer in baseline.answers), ()), Run(tuple(answers), ()))
+    # Where there is nothing after the first token, there is nothing to compare.
+    followed = [
+        (rest(answer), other if len(answer.ids) > 1 else rest(answer))
+        for answer, other in zip(baseline.answers, answers, strict=True)
+    ]
+    one, other = zip(*followed, strict=True)
+    return Comparison(items, Run(one, ()), Run(other, ()))
 
 
 def pairs(items: tuple[Item, ...], run: Run) -> list[tuple[Item, Answer]]:
@@ -45,8 +53,10 @@ class Beside:
 def beside(one: Comparison, other: Comparison) -> Beside:
     """Of answers over the same prompts, without references. Tokens of one answer are not independent, prompts are."""
     (mean, parts), (others_mean, others_parts) = spread(one), spread(other)
-    errors = (mine - theirs for mine, theirs in zip(parts, others_parts, strict=True))
-    return Beside(mean - others_mean, math.sqrt(math.fsum(error * error for error in errors)))
+    errors = [mine - theirs for mine, theirs in zip(parts, others_parts, strict=True)]
+    # Of few prompts the spread is underestimated.
+    factor = len(errors) / max(len(errors) - 1, 1)
+    return Beside(mean - others_mean, math.sqrt(factor * math.fsum(error * error for error in errors)))
 
 
 def mean_of_answers(comparison: Comparison) -> float:

@@ -26,18 +26,21 @@ def pod(name: str, role: str | None = "prefill", ip: str = "10.0.0.1", port: int
 
 @dataclass
 class ClusterApi:
-    """`refusal` answers everything; `is_silent` answers nothing. `asked` are the queries that came."""
+    """`refusal` answers everything, as a proxy does it if `is_plain`; `is_silent` answers nothing. `asked` are the
+    queries that came."""
 
     pods: dict[str, dict] = field(default_factory=dict)
     version: int = 100
     oldest: int = 0
-    history: list[tuple[int, str, dict]] = field(default_factory=list)
+    history: list[tuple[int, str | int, dict]] = field(default_factory=list)
     refusal: tuple[int, str] | None = None
     is_silent: bool = False
+    is_plain: bool = False
     num_starts: int = 0
     token: str = ""
     url: str = ""
     asked: list[dict[str, str]] = field(default_factory=list)
+    namespaces: set[str] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     watching: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -53,6 +56,9 @@ class ClusterApi:
     def bookmark(self) -> None:
         self._tell("BOOKMARK", {"kind": "Pod", "metadata": {}})
 
+    def talk_nonsense(self) -> None:
+        self._tell(7, {"metadata": {}})
+
     def forget(self) -> None:
         """What was before is not kept any more: watches from there are answered with 410."""
         self.version += 1
@@ -64,7 +70,7 @@ class ClusterApi:
         self.num_starts += 1
         self._wake()
 
-    def _tell(self, kind: str, one: dict) -> None:
+    def _tell(self, kind: str | int, one: dict) -> None:
         self.version += 1
         metadata = one["metadata"] | {"resourceVersion": str(self.version)}
         self.history.append((self.version, kind, {**one, "metadata": metadata}))
@@ -76,8 +82,11 @@ class ClusterApi:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(dict(request.query))
+        self.namespaces.add(request.match_info["namespace"])
         if self.is_silent:
             await asyncio.Event().wait()
+        if self.refusal and self.is_plain:
+            return web.Response(status=self.refusal[0], text=self.refusal[1])
         if self.refusal:
             status, message = self.refusal
             return web.json_response({"kind": "Status", "code": status, "message": message}, status=status)
@@ -123,7 +132,7 @@ class ClusterApi:
         return str(path)
 
 
-def line_of(kind: str, one: dict) -> bytes:
+def line_of(kind: str | int, one: dict) -> bytes:
     return json.dumps({"type": kind, "object": one}).encode() + b"\n"
 
 

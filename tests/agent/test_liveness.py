@@ -1,5 +1,7 @@
 """Nobody listens: only the host of a process that has ended says so."""
 
+import errno
+import itertools
 import os
 import resource
 import socket
@@ -14,7 +16,9 @@ from kvferry.session.keys import PeerKey
 
 @pytest.fixture
 def liveness() -> Iterator[LivenessProbes]:
-    made = LivenessProbes()
+    """Whenever it looks at its clock, a second has passed."""
+    seconds = itertools.count()
+    made = LivenessProbes(lambda: next(seconds))
     yield made
     made.close()
 
@@ -81,6 +85,26 @@ def test_a_host_that_this_one_cannot_reach_is_silent_too(liveness):
     for _ in range(4):
         liveness.start(peer)
     assert liveness.silent_peers() == [peer]
+
+
+def test_a_young_probe_goes_on_whoever_else_asks():
+    made = LivenessProbes(lambda: 7.0)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as queued:
+        queued.callback(made.close)
+        address = listener.getsockname()
+        for _ in range(4):
+            waiting = queued.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            waiting.connect_ex(address)
+        for _ in range(9):
+            made.start(PeerKey(f"tcp://127.0.0.1:{address[1]}", "p0", "e1"))
+        assert made.silent_peers() == []
+
+
+def test_an_error_of_this_host_says_nothing_about_the_other(liveness, monkeypatch):
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.EADDRNOTAVAIL)
+    for _ in range(9):
+        liveness.start(PeerKey("tcp://127.0.0.1:1", "p0", "e1"))
+    assert liveness.silent_peers() == []
 
 
 def test_whoever_has_answered_is_not_silent(liveness):

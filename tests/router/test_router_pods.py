@@ -20,6 +20,7 @@ from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.fleet.pod_watch import PodWatch
 from kvferry.router.fleet.pods import KnownPods, Pod, Unusable, check_selection, decode, instance_of
+from kvferry.router.fleet.probes import Prober
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.telemetry.metrics import Metrics
 
@@ -154,11 +155,11 @@ def test_what_a_cluster_takes_is_not(port):
 class Watched:
     """A watch that runs, and the pool that it fills."""
 
-    def __init__(self, api: ClusterApi, folder, selection=SELECTION) -> None:
+    def __init__(self, api: ClusterApi, folder, selection=SELECTION, pause=asyncio.sleep) -> None:
         self.api = api
         self.pool = InstancePool((), Metrics(), PolicySettings())
         kubeconfig = api.kubeconfig(folder / "kubeconfig")
-        self.watch = PodWatch(selection, Section(self.pool, Origin.KUBERNETES), kubeconfig)
+        self.watch = PodWatch(selection, Section(self.pool, Origin.KUBERNETES), kubeconfig, pause)
 
     async def until(self, *instances: Instance) -> None:
         async with asyncio.timeout(10):
@@ -176,9 +177,9 @@ def _soon(monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def watching(folder, selection=SELECTION, **settings):
+async def watching(folder, selection=SELECTION, pause=asyncio.sleep, **settings):
     async with serving_api(**settings) as api:
-        watched = Watched(api, folder, selection)
+        watched = Watched(api, folder, selection, pause)
         task = asyncio.create_task(watched.watch.run())
         try:
             yield watched
@@ -266,25 +267,146 @@ async def test_a_pod_that_cannot_be_read_keeps_nobody_from_the_others(tmp_path, 
 async def test_nonsense_in_the_place_of_events_begins_the_watch_anew(tmp_path, caplog):
     async with watching(tmp_path, pods={"p": pod("p")}) as watched:
         await watched.until_watching()
-        watched.api.history.append((10_000, 7, {}))
-        watched.api.version = 10_000
+        watched.api.talk_nonsense()
+        await watched.until_watching()
         watched.api.put(pod("d", "decode", "10.0.0.2"))
         await watched.until(P0, D0)
     assert "instances stay as they are: ValidationError: Expected `str`, got `int` - at `$.type`" in caplog.text
 
 
-async def test_a_server_that_ends_every_watch_at_once_is_not_asked_without_a_pause(tmp_path, monkeypatch):
-    monkeypatch.setattr(pod_watch, "RETRY_S", 0.2)
+class Pauses(list):
+    """Between two watches; none takes any time."""
+
+    async def __call__(self, seconds):
+        self.append(seconds)
+        await asyncio.sleep(0)
+
+
+async def test_a_server_that_ends_every_watch_at_once_is_asked_less_and_less(tmp_path, monkeypatch):
+    monkeypatch.setattr(pod_watch, "RETRY_S", 1000.0)
+    monkeypatch.setattr(pod_watch, "MAX_RETRY_S", 3000.0)
+    pauses = Pauses()
+    async with watching(tmp_path, pods={"p": pod("p")}, pause=pauses) as watched:
+        for _ in range(4):
+            await watched.until_watching()
+            watched.api.break_watches()
+        await watched.until_watching()
+    assert pauses[:4] == [1000.0, 2000.0, 3000.0, 3000.0]
+
+
+async def test_after_a_watch_that_went_well_for_a_while_no_pause_is_long(tmp_path, monkeypatch):
+    """As behind a proxy that cuts every connection after some seconds."""
+    monkeypatch.setattr(pod_watch, "RETRY_S", 0.0)
+    pauses = Pauses()
+    async with watching(tmp_path, pods={"p": pod("p")}, pause=pauses) as watched:
+        for _ in range(4):
+            await watched.until_watching()
+            watched.api.talk_nonsense()
+        await watched.until_watching()
+    assert set(pauses) == {0.0}
+
+
+async def test_trouble_and_its_end_are_told(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     async with watching(tmp_path, pods={"p": pod("p")}) as watched:
         await watched.until_watching()
-        pauses = []
-        monkeypatch.setattr(
-            pod_watch.asyncio, "sleep", lambda seconds, sleep=asyncio.sleep: pauses.append(seconds) or sleep(0)
-        )
-        for _ in range(2):
-            watched.api.break_watches()
-            await watched.until_watching()
-    assert pauses
+        watched.api.refusal = 500, "etcd is away"
+        watched.api.break_watches()
+        await logged(caplog, "etcd is away")
+        watched.api.refusal = None
+        await watched.until_watching()
+    told = [record.getMessage() for record in caplog.records if "pods are" in record.getMessage()]
+    assert told == ["pods are not watched, instances stay as they are: 500 etcd is away", "pods are watched again"]
+
+
+async def logged(caplog, words):
+    async with asyncio.timeout(10):
+        while words not in caplog.text:
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("error", [pod_watch.ConfigException("Token file exists but empty."), TypeError("a defect")])
+async def test_whatever_ends_a_watch_another_one_begins(tmp_path, caplog, error):
+    async with watching(tmp_path, pods={"p": pod("p")}) as watched:
+        await watched.until_watching()
+        api = watched.watch._api
+        ask, errors = api.list_namespaced_pod_without_preload_content, [error]
+
+        async def once(*arguments, **options):
+            if errors:
+                raise errors.pop()
+            return await ask(*arguments, **options)
+
+        api.list_namespaced_pod_without_preload_content = once
+        watched.api.break_watches()
+        await watched.until_watching()
+        watched.api.put(pod("d", "decode", "10.0.0.2"))
+        await watched.until(P0, D0)
+    assert str(error) in caplog.text
+
+
+async def test_the_namespace_is_the_kubeconfigs_where_none_is_named(tmp_path):
+    async with watching(tmp_path, PodSelection("app=kvferry"), pods={"p": pod("p")}) as watched:
+        await watched.until(P0)
+        assert watched.api.namespaces == {NAMESPACE}
+
+
+async def test_what_a_proxy_refuses_is_refused_in_its_words(tmp_path):
+    async with serving_api(refusal=(403, "blocked by policy"), is_plain=True) as api:
+        with pytest.raises(ConfigurationError, match="403 blocked by policy"):
+            await Watched(api, tmp_path).watch.begin()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "a: [",
+        json.dumps({"current-context": "h", "contexts": [{"name": "h", "token": "SECRET"}]}),
+        json.dumps(
+            {
+                "current-context": "h",
+                "clusters": [{"name": "h", "cluster": {"server": "https://h", "certificate-authority-data": "%"}}],
+                "users": [{"name": "h", "user": {}}],
+                "contexts": [{"name": "h", "context": {"cluster": "h", "user": "h"}}],
+            }
+        ),
+    ],
+    ids=["empty", "a list", "no YAML", "a token in the wrong place", "a certificate that is none"],
+)
+async def test_a_kubeconfig_that_is_none_is_refused_and_not_shown(tmp_path, text):
+    path = tmp_path / "kubeconfig"
+    path.write_text(text)
+    section = Section(InstancePool((), Metrics(), PolicySettings()), Origin.KUBERNETES)
+    with pytest.raises(ConfigurationError, match="there is no Kubernetes cluster to ask") as caught:
+        await PodWatch(SELECTION, section, str(path)).begin()
+    assert "SECRET" not in str(caught.value)
+
+
+async def test_a_task_that_should_go_on_for_ever_and_does_not_makes_a_router_unready(tmp_path, monkeypatch, caplog):
+    async def run(_):
+        raise TypeError("a defect")
+
+    monkeypatch.setattr(Prober, "run", run)
+    async with cluster([prefill_engine()], [decode_engine()]) as router:
+        await logged(caplog, "a task of the router has ended: it asks to be replaced")
+        async with router.session.get(router.url + "/ready") as response:
+            assert response.status == 503
+    assert "TypeError: a defect" in caplog.text
+
+
+def test_an_instance_that_has_left_in_another_way_is_taken_in_again():
+    pool = InstancePool((), Metrics(), PolicySettings())
+    section = Section(pool, Origin.KUBERNETES)
+    pool.add(P0, Origin.REGISTERED, 15.0)
+    section.set(frozenset({P0}))
+    pool.remove(P0, Origin.REGISTERED)
+    assert pool.instances == ()
+    section.renew()
+    assert pool.instances == (P0,)
+    section.set(frozenset())
+    assert pool.instances == ()
 
 
 async def test_a_server_that_falls_silent_is_asked_again(tmp_path, monkeypatch, caplog):

@@ -19,7 +19,7 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess
 from kvferry.testing.transports.world import Row, World, expect_copied, finish
 from kvferry.transport.base import Direction, Memory
-from kvferry.transport.tcp.connection import CHUNK_BYTES, MAX_ROWS, Challenge, Request, proof_of
+from kvferry.transport.tcp.connection import CHALLENGE_BYTES, CHUNK_BYTES, MAX_ROWS, Challenge, Reply, Request, proof_of
 from kvferry.transport.tcp.server import RegistrationLock
 from kvferry.transport.tcp.transport import TcpDescriptor, TcpTransport
 
@@ -184,6 +184,37 @@ def test_a_silent_server_ends_its_tickets() -> None:
         transport.disconnect("peer")
         assert finish(transport, [ticket])[ticket].error
         transport.close()
+
+
+def test_after_a_ticket_that_has_failed_the_next_one_has_another_connection() -> None:
+    """Else it would take the late bytes of the first for its own."""
+
+    def serve() -> None:
+        with listener.accept()[0] as first:
+            first.sendall(frame(msgspec.msgpack.encode(Challenge(bytes(CHALLENGE_BYTES)))))
+            # It says no more, and neither listens.
+            with listener.accept()[0] as second:
+                second.sendall(frame(msgspec.msgpack.encode(Challenge(bytes(CHALLENGE_BYTES)))))
+                second.recv(1 << 16)
+                second.sendall(frame(msgspec.msgpack.encode(Reply(""))) + b"A" * 64)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(20)
+        server = threading.Thread(target=serve)
+        server.start()
+        transport, buffer = make(), np.zeros(64, np.uint8)
+        transport.register(Memory(int(buffer.ctypes.data), 64, -1))
+        descriptor = TcpDescriptor("127.0.0.1", listener.getsockname()[1], bytes(16), ((4096, 64),))
+        transport.connect("peer", msgspec.msgpack.encode(descriptor))
+        row = [np.array([n], np.uint64) for n in (4096, buffer.ctypes.data, 64)]
+        for expected in ("nothing for 0.3 s", ""):
+            ticket = transport.post("peer", Copies(row[0], row[1], row[2], 1), Direction.READ)
+            error = finish(transport, [ticket])[ticket].error
+            assert expected in error
+        assert error == ""
+        assert bytes(buffer) == b"A" * 64
+        transport.close()
+        server.join(20)
 
 
 def test_a_peer_that_is_not_there_is_the_tickets_error() -> None:

@@ -92,7 +92,7 @@
 {{- if eq (int .Values.engines.httpPort) (int .Values.engines.transferPort) -}}
 {{- include "kvferry.refuse" (dict "what" "two ports of an engine are one" "found" (printf "httpPort and transferPort %v" .Values.engines.httpPort) "expected" "two ports") -}}
 {{- end -}}
-{{- $ours := list "--" "--host" "--port" "--token-file" "--transfer-host" "--transfer-port" "--engine" "--engine-id" "--model" "--served-name" "--transport" "--drain-timeout" "--register" "--role" "--advertise-url" "--api-key" -}}
+{{- $ours := list "--" "--host" "--port" "--token-file" "--transfer-host" "--transfer-port" "--engine" "--engine-id" "--model" "--served-name" "--transport" "--drain-timeout" "--start-timeout" "--register" "--role" "--advertise-url" "--api-key" -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $values := index $.Values $role -}}
 {{- include "kvferry.checkArguments" (dict "place" (printf "%s.extraArgs" $role) "arguments" $values.extraArgs "taken" $ours) -}}

@@ -175,6 +175,8 @@ class EventLoop:
                 self._execute([c.Reply(received.routing_id, message)])
                 return
         for peer in received.source:
+            # Whoever speaks is there, whatever became of attempts to connect.
+            self.liveness.forget(peer)
             self._feed_target(e.AnswerArrived(peer, message))
         if not received.source:
             self._execute(self.source.handle(e.FrameArrived(received.routing_id, message), time.monotonic()))

@@ -88,9 +88,13 @@ class Section:
         """These are there, and no others of this list."""
         for instance in self._listed - now:
             self._pool.remove(instance, self._origin)
-        for instance in sorted(now - self._listed, key=lambda one: (one.role, one.url)):
-            self._pool.add(instance, self._origin)
         self._listed = now
+        self.renew()
+
+    def renew(self) -> None:
+        """Take in what is listed and not there: it may have come in another way before, and left."""
+        for instance in sorted(self._listed, key=lambda one: (one.role, one.url)):
+            self._pool.add(instance, self._origin)
 
 
 class Listed(msgspec.Struct, forbid_unknown_fields=True):
@@ -121,6 +125,7 @@ class MembersFile:
         trouble = ""
         try:
             self.look()
+            self._section.renew()
         except (ConfigurationError, RequestError) as error:
             trouble = str(error)
         if trouble and trouble != self._trouble:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ try:
     from kubernetes.aio import config as cluster_config
     from kubernetes.aio.client.exceptions import ApiException
     from kubernetes.aio.config.config_exception import ConfigException
+    from yaml import YAMLError
 except ModuleNotFoundError as error:
     raise (missing_extra(error, "kubernetes") or error) from error
 
@@ -37,6 +38,7 @@ LIST_S = 10.0
 # After an error, doubled up to the second.
 RETRY_S, MAX_RETRY_S = 1.0, 30.0
 MAX_LIST_BYTES = 256 * 2**20
+MAX_MESSAGE = 200
 GONE = 410
 # The server understands, and refuses: it will the next time.
 REFUSALS = (400, 401, 403, 404, 422)
@@ -57,14 +59,22 @@ class PodWatch:
     """Keeps the pool equal to the pods that a selector names. While the API server cannot be asked, everything stays as
     it was: probes tell what is dead. `kubeconfig` is a file; empty for what this process runs in."""
 
-    def __init__(self, selection: PodSelection, section: Section, kubeconfig: str = "") -> None:
+    def __init__(
+        self,
+        selection: PodSelection,
+        section: Section,
+        kubeconfig: str = "",
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._selection = selection
+        self._pause = pause
         self._section = section
         self._kubeconfig = kubeconfig
         self._pods = KnownPods(selection)
         self._api: Any = None
         self._namespace = selection.namespace
         self._version = ""
+        self._trouble = ""
 
     async def begin(self) -> None:
         """Ask once, so that what cannot work is said before anything is served.
@@ -74,8 +84,8 @@ class PodWatch:
         """
         if self._api is not None:
             return
-        await self._connect()
         try:
+            await self._connect()
             await self._list()
         except WatchEnded as ended:
             if ended.status in REFUSALS:
@@ -87,29 +97,47 @@ class PodWatch:
                     hint="the service account needs get, list and watch of pods; see docs/kubernetes.md",
                 ) from ended
             logger.warning("the Kubernetes API cannot be asked yet: %s", ended)
+        except BaseException:
+            await self.aclose()
+            raise
 
     async def run(self) -> None:
         """Follow the pods for ever."""
         await self.begin()
-        wait_s, told, clock = RETRY_S, "", asyncio.get_running_loop().time
+        wait_s, clock = RETRY_S, asyncio.get_running_loop().time
         while True:
             began_s = clock()
-            try:
-                await self._follow()
-                told = ""
-                if clock() - began_s >= RETRY_S:
-                    wait_s = RETRY_S
+            has_ended_well = await self._follow_once()
+            if clock() - began_s >= RETRY_S:
+                wait_s = RETRY_S
+                if has_ended_well:
                     continue
-            except WatchEnded as ended:
-                self._version = ""
-                # What happened since is not kept any more: the list says what is there now.
-                if ended.status == GONE:
-                    logger.info("the watch of pods begins anew: %s", ended)
-                elif str(ended) != told:
-                    logger.warning("pods are not watched, instances stay as they are: %s", ended)
-                told = str(ended)
-            await asyncio.sleep(wait_s)
+            await self._pause(wait_s)
             wait_s = min(2 * wait_s, MAX_RETRY_S)
+
+    async def _follow_once(self) -> bool:
+        """One watch; whether its server has ended it because its time was over."""
+        try:
+            await self._follow()
+        except WatchEnded as ended:
+            self._tell(ended)
+        except Exception:
+            # Nobody else would notice that pods are not followed any more.
+            logger.exception("a defect has ended the watch of pods, which begins anew")
+        else:
+            self._section.renew()
+            return True
+        self._version = ""
+        return False
+
+    def _tell(self, ended: WatchEnded) -> None:
+        """The same trouble is told once, until there was a list again."""
+        # What happened since is not kept any more: the list says what is there now.
+        if ended.status == GONE:
+            logger.info("the watch of pods begins anew: %s", ended)
+        elif str(ended) != self._trouble:
+            self._trouble = str(ended)
+            logger.warning("pods are not watched, instances stay as they are: %s", ended)
 
     async def aclose(self) -> None:
         """Safe to call twice."""
@@ -120,25 +148,38 @@ class PodWatch:
     async def _connect(self) -> None:
         settings = client.Configuration()
         try:
-            if self._kubeconfig:
-                await cluster_config.load_kube_config(self._kubeconfig, client_configuration=settings)
-            else:
-                await self._load(settings)
-        except (ConfigException, OSError) as error:
+            await self._load(settings)
+            self._api = client.CoreV1Api(client.ApiClient(settings))
+        # A kubeconfig is anybody's: nothing says what is wrong with one in one way.
+        except (ConfigException, OSError, ValueError, TypeError, AttributeError, KeyError, YAMLError) as error:
             raise ConfigurationError(
                 "there is no Kubernetes cluster to ask",
-                found=str(error),
+                found=_without_contents(error),
                 expected="a pod with a service account, or a kubeconfig",
                 hint="set KUBECONFIG, or list engines with --prefill and --decode",
-            ) from error
-        self._api = client.CoreV1Api(client.ApiClient(settings))
-        self._namespace = self._namespace or _own_namespace()
+            ) from None
 
     async def _load(self, settings: Any) -> None:
-        try:
-            cluster_config.load_incluster_config(client_configuration=settings)
-        except ConfigException:
-            await cluster_config.load_kube_config(client_configuration=settings)
+        """Credentials, and the namespace where none is named. Raises what the client raises."""
+        if not self._kubeconfig:
+            try:
+                cluster_config.load_incluster_config(client_configuration=settings)
+            except ConfigException as error:
+                within = _without_contents(error)
+            else:
+                self._namespace = self._namespace or NAMESPACE_FILE.read_text().strip()
+                return
+            try:
+                await self._load_file(settings, None)
+            except ConfigException as error:
+                raise ConfigException(f"as a pod: {within}; by kubeconfig: {_without_contents(error)}") from None
+        else:
+            await self._load_file(settings, self._kubeconfig)
+
+    async def _load_file(self, settings: Any, path: str | None) -> None:
+        await cluster_config.load_kube_config(path, client_configuration=settings)
+        _, active = cluster_config.list_kube_config_contexts(path)
+        self._namespace = self._namespace or active["context"].get("namespace", "default")
 
     async def _follow(self) -> None:
         """List where the version is not known; watch until the server ends it. Raises WatchEnded."""
@@ -152,11 +193,14 @@ class PodWatch:
 
     async def _list(self) -> None:
         async with self._asking(LIST_S) as response:
-            listed = decode(await response.read(), PodList)
+            listed = decode(await _body(response), PodList)
         pods, warnings = pods_of(listed.items)
         self._warn([*warnings, *self._pods.replace(pods)])
         self._section.set(self._pods.instances)
         self._version = listed.metadata.version
+        if self._trouble:
+            self._trouble = ""
+            logger.info("pods are watched again")
 
     @asynccontextmanager
     async def _asking(self, deadline_s: float, **arguments: Any) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -167,12 +211,12 @@ class PodWatch:
                 response = await ask(self._namespace, label_selector=selector, _request_timeout=deadline_s, **arguments)
                 try:
                     if response.status != 200:
-                        found = decode(await response.read(), Status)
-                        raise WatchEnded(f"{response.status} {found.message}", response.status)
+                        raise WatchEnded(f"{response.status} {_message(await _body(response))}", response.status)
                     yield response
                 finally:
                     response.close()
-        except (ApiException, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        # The client reads its token anew from time to time.
+        except (ApiException, ConfigException, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise WatchEnded(client_error_text(error)) from error
 
     def _take(self, event: Event) -> None:
@@ -197,8 +241,24 @@ class PodWatch:
             logger.warning("%s", warning)
 
 
-def _own_namespace() -> str:
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """Raises ValueError for one that no cluster has."""
+    found = bytearray()
+    async for piece in response.content.iter_any():
+        found += piece
+        if len(found) > MAX_LIST_BYTES:
+            raise ValueError(f"a list of more than {MAX_LIST_BYTES} bytes")
+    return bytes(found)
+
+
+def _message(body: bytes) -> str:
+    """Of a refusal, which may come from a proxy on the way."""
     try:
-        return NAMESPACE_FILE.read_text().strip() or "default"
-    except OSError:
-        return "default"
+        return decode(body, Status).message
+    except ValueError:
+        return body[:MAX_MESSAGE].decode(errors="replace").strip()
+
+
+def _without_contents(error: Exception) -> str:
+    """The client's messages name a part of a kubeconfig by all that is in it, tokens included."""
+    return f"{type(error).__name__}: {str(error).partition('{')[0]}"[:MAX_MESSAGE]

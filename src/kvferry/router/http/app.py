@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -67,18 +68,20 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with aclosing(HttpClient(config.connect_timeout_s, config.engine_api_key)) as http:
             app.state.services = Services(config, pool, metrics, http, tracing)
-            for watch in pods:
-                await watch.begin()
-            prober = Prober(http, pool, config)
-            await prober.probe_all()
-            runs = [prober.run(), *(file.run() for file in watched), *(watch.run() for watch in pods)]
-            tasks = {asyncio.create_task(run) for run in runs}
+            tasks: set[asyncio.Task[None]] = set()
             try:
+                for watch in pods:
+                    await watch.begin()
+                prober = Prober(http, pool, config)
+                await prober.probe_all()
+                for run in (prober.run(), *(file.run() for file in watched), *(watch.run() for watch in pods)):
+                    tasks.add(task := asyncio.create_task(run))
+                    task.add_done_callback(partial(_ended, pool))
                 yield
             finally:
                 for task in tasks:
                     task.cancel()
-                await asyncio.wait(tasks)
+                await asyncio.gather(*tasks, return_exceptions=True)
                 for watch in pods:
                     await watch.aclose()
 
@@ -101,6 +104,13 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
     app.state.pool, app.state.metrics, app.state.config = pool, metrics, config
     app.state.registry = Registry(config, pool, metrics)
     return RouterApp(app, pods)
+
+
+def _ended(pool: InstancePool, task: asyncio.Task[None]) -> None:
+    """What should go on for ever has not: the router would route by what it knew then."""
+    if not task.cancelled() and (error := task.exception()):
+        logger.error("a task of the router has ended: it asks to be replaced", exc_info=error)
+        pool.drain()
 
 
 def _pod_watch(config: RouterConfig, pool: InstancePool) -> list[PodWatch]:
@@ -138,6 +148,11 @@ class RouterApp:
         its lifespan fails with the same."""
         for watch in self._pods:
             await watch.begin()
+
+    async def aclose(self) -> None:
+        """The end of `begin`, where no lifespan has begun. Safe to call twice."""
+        for watch in self._pods:
+            await watch.aclose()
 
     def turn_away(self, scope: Scope, request_id: str) -> None:
         """A request without a key is answered before it comes here: it counts all the same."""

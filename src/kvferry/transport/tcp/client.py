@@ -156,6 +156,8 @@ class PeerClient:
     def _connected(self) -> Connection:
         if self._connection is not None and not self._connection.is_open:
             self._drop_connection()
+        if self._stopped:
+            raise ConnectionAbortedError(self._stopped)
         if self._connection is None:
             connection = open_connection((self._address.host, self._address.port), self._stall_timeout_s)
             with self._lock:
