@@ -26,7 +26,6 @@ try:
     from kubernetes.aio import config as cluster_config
     from kubernetes.aio.client.exceptions import ApiException
     from kubernetes.aio.config.config_exception import ConfigException
-    from yaml import YAMLError
 except ModuleNotFoundError as error:
     raise (missing_extra(error, "kubernetes") or error) from error
 
@@ -150,8 +149,7 @@ class PodWatch:
         try:
             await self._load(settings)
             self._api = client.CoreV1Api(client.ApiClient(settings))
-        # A kubeconfig is anybody's: nothing says what is wrong with one in one way.
-        except (ConfigException, OSError, ValueError, TypeError, AttributeError, KeyError, YAMLError) as error:
+        except Exception as error:  # noqa: BLE001 - of a kubeconfig that is none, the client raises anything
             raise ConfigurationError(
                 "there is no Kubernetes cluster to ask",
                 found=_without_contents(error),
