@@ -74,8 +74,13 @@ def shares_seen(measured: Measured) -> list[float]:
 
 
 def until(shares: list[float], part: float) -> int | None:
-    """How many prompts it takes until it is seen in this part of the draws; None if all of them do not do."""
-    return next((number for number, share in enumerate(shares, 1) if share >= part), None)
+    """From how many prompts on it is seen in this part of the draws, also with more; None if all of them do not do.
+
+    Of one or two prompts the verdict says only that they are too few, whatever differs.
+    """
+    missed = [number for number, share in enumerate(shares, 1) if share < part]
+    first = max(missed, default=0) + 1
+    return first if first <= len(shares) else None
 
 
 def measured_defects(site: Site, num_prompts: int) -> dict[str, Any]:

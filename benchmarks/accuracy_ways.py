@@ -10,7 +10,7 @@ __all__ = ["WAYS", "Side", "Way"]
 
 # Rows between blocks of these sizes are cut on both sides.
 BLOCKS = ((16, 64), (64, 16), (16, 128), (128, 16))
-# Below the window of 512 tokens of Gemma 3, which most prompts then cross in the middle of a step.
+# Below the window of 512 tokens of Gemma 3, which longer prompts then cross in the middle of a step.
 STEP_TOKENS = 200
 VLLM_FLAGS = (
     *("--max-model-len", "4096", "--max-num-seqs", "16", "--seed", "0", "--enforce-eager"),
