@@ -22,6 +22,7 @@ import os
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,6 +51,7 @@ EXTENT = Extent(answer_tokens=16, score_tokens=2)
 IN_OTHER_BATCHES, BY_ITSELF = "the whole, in other batches", "the prefill engine by itself"
 WITH_THE_PROMPT = "the whole, the first token with the prompt"
 EXACT = "float32"
+EARLY = "kvferry_router_early_decodes_total"
 
 
 def chosen(number: int) -> tuple[Item, ...]:
@@ -97,9 +99,16 @@ def running(way: Way, model: tuple[str, str], logs: Path) -> Iterator[Urls]:
         yield Urls(prefill, decode, url(router))
 
 
-def compare(
-    way: Way, model: tuple[str, str], items: tuple[Item, ...], *, with_controls: bool
-) -> tuple[Measured, dict[str, Comparison]]:
+@dataclass(frozen=True)
+class Asked:
+    """What came of one way; `num_early` only of one that begins early."""
+
+    measured: Measured
+    controls: dict[str, Comparison]
+    num_early: int | None
+
+
+def compare(way: Way, model: tuple[str, str], items: tuple[Item, ...], *, with_controls: bool) -> Asked:
     """The split beside the decode engine alone; and where that is asked for, what else differs from that, by name."""
 
     async def ask(urls: Urls) -> tuple[Measured, dict[str, Comparison]]:
@@ -120,7 +129,16 @@ def compare(
         return measured, controls
 
     with tempfile.TemporaryDirectory() as logs, running(way, model, Path(logs)) as urls:
-        return asyncio.run(ask(urls))
+        measured, controls = asyncio.run(ask(urls))
+        return Asked(measured, controls, num_early(urls.router) if way.early else None)
+
+
+def num_early(router: str) -> int:
+    """How many decode requests have begun before their prompt was computed, as the router counts them: it does not ask
+    engines whose caches cannot leave early for that."""
+    with urllib.request.urlopen(f"{router}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    return next((int(float(line.split()[1])) for line in lines if line.startswith(f"{EARLY} ")), 0)
 
 
 def figures(run: Comparison, found: list[str]) -> dict[str, Any]:
@@ -144,13 +162,15 @@ def measured_ways(
     """A row of each way, and before it those of its controls, where its decode engine and dtype are the first."""
     known: dict[str, dict[str, Comparison]] = {}
     for name, way in ways.items():
-        measured, controls = compare(way, model, items, with_controls=way.dtype not in known)
-        for control, comparison in controls.items():
+        asked = compare(way, model, items, with_controls=way.dtype not in known)
+        for control, comparison in asked.controls.items():
             yield f"{control} ({way.dtype})", figures(comparison, [])
-        controls = known.setdefault(way.dtype, controls)
+        controls = known.setdefault(way.dtype, asked.controls)
         limits = Limits(min_equal=1.0 if way.dtype == EXACT else None)
-        measured = replace(measured, control=controls[IN_OTHER_BATCHES])
+        measured = replace(asked.measured, control=controls[IN_OTHER_BATCHES])
         row = figures(measured.split, faults(measured, limits))
+        if asked.num_early is not None:
+            row["early"] = asked.num_early
         if way.dtype != EXACT:
             row["beside"] = {each: asdict(beside(measured.split, controls[each])) for each in controls}
         yield name, row

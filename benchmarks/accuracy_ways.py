@@ -72,6 +72,7 @@ def ways_of(prefill: Side, decode: Side, copies: Iterable[tuple[str, str]]) -> d
         "push": told(way, transfer_direction="push", digest="off"),
         "full digests": told(way, digest="full"),
         "early decode": replace(way, early=True),
+        "early decode, push": told(replace(way, early=True), transfer_direction="push", digest="off"),
         f"steps of {STEP_TOKENS} tokens": Way(*one_step),
         "bfloat16": replace(way, dtype="bfloat16"),
     }
