@@ -33,11 +33,23 @@ def test_a_router_does_not_say_that_it_routes_before_it_has_read_its_members(tmp
         (("--strategy", "foo"), "unknown strategy"),
         (("--simulated-step", "foo"), "unknown kind of step cost"),
         (("--failure-policy", "foo"), "'foo' is not one of"),
+        (("--start-timeout", "900"), "--engine vllm or sglang"),
     ],
 )
 def test_an_engine_is_not_loaded_for_options_that_make_no_sense(monkeypatch, arguments, words):
     monkeypatch.setattr("kvferry.cli.models.resolve", lambda model: pytest.fail("loaded"))
     assert words in told("serve", *arguments).replace("│ ", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--kubernetes-port", "8200"), "--kubernetes-selector as well"),
+        (("--kubernetes-selector", "app=x", "--kubernetes-namespace", "No"), "invalid --kubernetes-namespace"),
+    ],
+)
+def test_a_router_does_not_look_for_pods_that_no_cluster_has(arguments, words):
+    assert words in told("route", "--port", 0, "--decode", "http://127.0.0.1:1", *arguments)
 
 
 def test_logs_that_have_no_place_are_one_clear_message(tmp_path):

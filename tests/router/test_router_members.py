@@ -245,6 +245,18 @@ def test_a_members_file_is_followed_and_nonsense_is_not(tmp_path):
         assert set(pool.instances) == {D0, P1, D1}
 
 
+def test_an_instance_of_a_members_file_stays_when_it_had_registered_as_well_and_leaves(tmp_path):
+    path = tmp_path / "members.json"
+    path.write_text(json.dumps({"decode": [D0.url]}))
+    pool = InstancePool((), Metrics(), PolicySettings(clock=Clock()))
+    pool.add(D0, Origin.REGISTERED, 15.0)
+    file = MembersFile(str(path), pool, 1.0)
+    file.follow()
+    pool.remove(D0, Origin.REGISTERED)
+    file.follow()
+    assert pool.instances == (D0,)
+
+
 def test_a_members_file_that_is_gone_is_logged_each_time_that_it_goes(tmp_path, caplog):
     path = tmp_path / "fleet.json"
     file = MembersFile(str(path), pool_of()[0], 1.0)

@@ -41,8 +41,15 @@ def test_a_pod_is_an_instance_by_its_label_address_and_named_port():
 def test_a_sidecar_that_is_an_initial_container_may_be_what_serves():
     one = pod("p", port=8200)
     one["spec"]["containers"][0]["ports"][0]["name"] = "vllm"
-    one["spec"]["initContainers"] = [{"ports": [{"containerPort": 8000, "name": "http"}]}]
+    one["spec"]["initContainers"] = [
+        {"ports": [{"containerPort": 1, "name": "http"}]},
+        {"ports": [{"containerPort": 8000, "name": "http"}], "restartPolicy": "Always"},
+    ]
     assert instance_of(read(one), SELECTION) == P0
+    # As Services choose: the pod's own containers come first.
+    one["spec"]["containers"].append({"ports": [{"containerPort": 8100, "name": "http"}]})
+    assert instance_of(read(one), SELECTION) == Instance("http://10.0.0.1:8100", Role.PREFILL)
+    one["spec"]["containers"].pop()
     by_name = PodSelection("app=kvferry", port="vllm")
     assert instance_of(read(one), by_name) == Instance("http://10.0.0.1:8200", Role.PREFILL)
     by_number = PodSelection("app=kvferry", port="9000")
@@ -136,6 +143,7 @@ def test_a_pod_is_warned_of_once_and_again_when_it_is_another():
         (PodSelection("a=b", port="65536"), "--kubernetes-port"),
         (PodSelection("a=b", port="Http"), "--kubernetes-port"),
         (PodSelection("a=b", port="a-name-that-is-long"), "--kubernetes-port"),
+        (PodSelection("a=b", port="a--b"), "--kubernetes-port"),
     ],
 )
 def test_what_no_cluster_would_take_is_refused(selection, words):
@@ -296,14 +304,14 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_less_and_less(tmp
 
 async def test_after_a_watch_that_went_well_for_a_while_no_pause_is_long(tmp_path, monkeypatch):
     """As behind a proxy that cuts every connection after some seconds."""
-    monkeypatch.setattr(pod_watch, "RETRY_S", 0.0)
+    monkeypatch.setattr(pod_watch, "RETRY_S", 1e-9)
     pauses = Pauses()
     async with watching(tmp_path, pods={"p": pod("p")}, pause=pauses) as watched:
         for _ in range(4):
             await watched.until_watching()
             watched.api.talk_nonsense()
         await watched.until_watching()
-    assert set(pauses) == {0.0}
+    assert set(pauses) == {1e-9}
 
 
 async def test_trouble_and_its_end_are_told(tmp_path, caplog):
@@ -313,6 +321,10 @@ async def test_trouble_and_its_end_are_told(tmp_path, caplog):
         watched.api.refusal = 500, "etcd is away"
         watched.api.break_watches()
         await logged(caplog, "etcd is away")
+        num_asked = len(watched.api.asked)
+        async with asyncio.timeout(10):
+            while len(watched.api.asked) < num_asked + 3:
+                await asyncio.sleep(0.005)
         watched.api.refusal = None
         await watched.until_watching()
     told = [record.getMessage() for record in caplog.records if "pods are" in record.getMessage()]
@@ -349,6 +361,73 @@ async def test_the_namespace_is_the_kubeconfigs_where_none_is_named(tmp_path):
     async with watching(tmp_path, PodSelection("app=kvferry"), pods={"p": pod("p")}) as watched:
         await watched.until(P0)
         assert watched.api.namespaces == {NAMESPACE}
+
+
+async def test_an_instance_that_had_registered_first_stays_when_its_registration_ends(tmp_path):
+    async with serving_api(pods={"p": pod("p")}) as api:
+        watched = Watched(api, tmp_path)
+        watched.pool.add(P0, Origin.REGISTERED, 15.0)
+        task = asyncio.create_task(watched.watch.run())
+        await watched.until_watching()
+        watched.pool.remove(P0, Origin.REGISTERED)
+        assert watched.pool.instances == ()
+        api.break_watches()
+        await watched.until(P0)
+        task.cancel()
+        await asyncio.wait([task])
+        await watched.watch.aclose()
+
+
+async def test_a_list_that_no_cluster_has_is_not_read_to_its_end(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(pod_watch, "MAX_LIST_BYTES", 100)
+    async with serving_api(pods={"p": pod("p")}) as api:
+        watched = Watched(api, tmp_path)
+        await watched.watch.begin()
+        assert watched.pool.instances == ()
+        await watched.watch.aclose()
+    assert "a list of more than 100 bytes" in caplog.text
+
+
+async def test_a_beginning_that_is_broken_off_leaves_nothing_open(tmp_path):
+    async with serving_api(is_silent=True) as api:
+        watched = Watched(api, tmp_path)
+        beginning = asyncio.create_task(watched.watch.begin())
+        async with asyncio.timeout(10):
+            while not api.asked:
+                await asyncio.sleep(0.005)
+        beginning.cancel()
+        await asyncio.wait([beginning])
+        assert watched.watch._api is None
+
+
+async def test_in_a_pod_the_service_account_counts_and_its_namespace(tmp_path, monkeypatch):
+    async with serving_api(pods={"p": pod("p")}) as api:
+        own = tmp_path / "namespace"
+        own.write_text("own\n")
+        monkeypatch.setattr(pod_watch, "NAMESPACE_FILE", own)
+        config = pod_watch.cluster_config
+        monkeypatch.setattr(
+            config, "load_incluster_config", lambda client_configuration: setattr(client_configuration, "host", api.url)
+        )
+        pool = InstancePool((), Metrics(), PolicySettings())
+        watch = PodWatch(PodSelection("app=kvferry"), Section(pool, Origin.KUBERNETES))
+        await watch.begin()
+        assert (pool.instances, api.namespaces) == ((P0,), {"own"})
+        await watch.aclose()
+
+
+async def test_where_neither_a_pod_nor_a_kubeconfig_is_both_are_named(monkeypatch):
+    def refuse(*_, **__):
+        raise pod_watch.ConfigException("no token")
+
+    async def refuse_too(*_, **__):
+        raise pod_watch.ConfigException("no file")
+
+    monkeypatch.setattr(pod_watch.cluster_config, "load_incluster_config", refuse)
+    monkeypatch.setattr(pod_watch.cluster_config, "load_kube_config", refuse_too)
+    section = Section(InstancePool((), Metrics(), PolicySettings()), Origin.KUBERNETES)
+    with pytest.raises(ConfigurationError, match=r"as a pod: .*no token; by kubeconfig: .*no file"):
+        await PodWatch(SELECTION, section).begin()
 
 
 async def test_what_a_proxy_refuses_is_refused_in_its_words(tmp_path):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from queue import SimpleQueue
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess
 from kvferry.testing.transports.world import Row, World, expect_copied, finish
 from kvferry.transport.base import Direction, Memory
+from kvferry.transport.tcp.client import PeerAddress, PeerClient
 from kvferry.transport.tcp.connection import CHALLENGE_BYTES, CHUNK_BYTES, MAX_ROWS, Challenge, Reply, Request, proof_of
 from kvferry.transport.tcp.server import RegistrationLock
 from kvferry.transport.tcp.transport import TcpDescriptor, TcpTransport
@@ -248,6 +250,16 @@ def test_a_connection_that_has_ended_is_made_again_before_it_is_used(world: Worl
         connection.interrupt()
     wait_for(lambda: not transport._server._connections)
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+
+
+def test_a_client_that_was_stopped_opens_no_connection() -> None:
+    """Not in the place of one that has ended meanwhile, either."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = PeerClient(PeerAddress("127.0.0.1", listener.getsockname()[1], b""), SimpleQueue(), STALL_S)
+        client.stop("over")
+        client.join(20)
+        with pytest.raises(ConnectionAbortedError, match="over"):
+            client._connected()
 
 
 def test_long_tickets_take_several_requests(world: World) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 import uvloop
 
@@ -116,9 +116,7 @@ def route(options: RouteOptions) -> None:
         closing(tracing),
         listening.listen(options.host, options.port) as bound,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        ExitStack() as undo,
     ):
-        undo.callback(lambda: runner.run(app.aclose()))
         runner.run(app.begin())
         url = listening.url_of(bound)
         console.announce(options.as_json, f"routing at {url}/v1", url=url)

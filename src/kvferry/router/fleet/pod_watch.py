@@ -159,20 +159,19 @@ class PodWatch:
 
     async def _load(self, settings: Any) -> None:
         """Credentials, and the namespace where none is named. Raises what the client raises."""
-        if not self._kubeconfig:
-            try:
-                cluster_config.load_incluster_config(client_configuration=settings)
-            except ConfigException as error:
-                within = _without_contents(error)
-            else:
-                self._namespace = self._namespace or NAMESPACE_FILE.read_text().strip()
-                return
-            try:
-                await self._load_file(settings, None)
-            except ConfigException as error:
-                raise ConfigException(f"as a pod: {within}; by kubeconfig: {_without_contents(error)}") from None
-        else:
+        if self._kubeconfig:
             await self._load_file(settings, self._kubeconfig)
+            return
+        try:
+            cluster_config.load_incluster_config(client_configuration=settings)
+            self._namespace = self._namespace or NAMESPACE_FILE.read_text().strip()
+            return
+        except ConfigException as error:
+            as_a_pod = _without_contents(error)
+        try:
+            await self._load_file(settings, None)
+        except ConfigException as error:
+            raise ConfigException(f"as a pod: {as_a_pod}; by kubeconfig: {_without_contents(error)}") from None
 
     async def _load_file(self, settings: Any, path: str | None) -> None:
         await cluster_config.load_kube_config(path, client_configuration=settings)

@@ -37,10 +37,11 @@ class Port(msgspec.Struct, frozen=True):
 
 class Container(msgspec.Struct, frozen=True):
     ports: tuple[Port, ...] = ()
+    restart: str = msgspec.field(default="", name="restartPolicy")
 
 
 class PodSpec(msgspec.Struct, frozen=True):
-    """Sidecars are initial containers that go on."""
+    """Init containers that are always restarted are sidecars; others have ended when the pod serves."""
 
     containers: tuple[Container, ...] = ()
     init_containers: tuple[Container, ...] = msgspec.field(default=(), name="initContainers")
@@ -135,14 +136,15 @@ def instance_of(pod: Pod, selection: PodSelection) -> Instance | Unusable | None
 
 
 def port_of(spec: PodSpec, wanted: str) -> int | None:
-    """By number or by name; of the same name in several containers the first."""
+    """By number or by name; of the same name in several containers the first, as Services choose it: sidecars last."""
     if wanted.isdecimal():
         return int(wanted)
     return next((port.number for port in ports_of(spec) if port.name == wanted), None)
 
 
 def ports_of(spec: PodSpec) -> list[Port]:
-    return [port for container in (*spec.init_containers, *spec.containers) for port in container.ports]
+    sidecars = [container for container in spec.init_containers if container.restart == "Always"]
+    return [port for container in (*spec.containers, *sidecars) for port in container.ports]
 
 
 class KnownPods:

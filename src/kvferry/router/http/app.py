@@ -144,15 +144,10 @@ class RouterApp:
         await generate(scope, receive, send)
 
     async def begin(self) -> None:
-        """Ask what the router depends on, on the loop where it will serve. Raises ConfigurationError; without this,
-        its lifespan fails with the same."""
+        """Ask what the router depends on, on the loop where it will serve; its lifespan ends what this has opened.
+        Raises ConfigurationError; without this, the lifespan fails with the same."""
         for watch in self._pods:
             await watch.begin()
-
-    async def aclose(self) -> None:
-        """The end of `begin`, where no lifespan has begun. Safe to call twice."""
-        for watch in self._pods:
-            await watch.aclose()
 
     def turn_away(self, scope: Scope, request_id: str) -> None:
         """A request without a key is answered before it comes here: it counts all the same."""
