@@ -1,10 +1,12 @@
 """How many prompts `kvferry bench accuracy` needs until it sees a transfer that is wrong.
 
     python benchmarks/accuracy_defects.py > benchmarks/results/accuracy_defects.json
+    python benchmarks/accuracy_defects.py --model gemma-3-270m --defects short,neighbour,window
 
-The tiny model on the embedded engine in float32, digests off. The decode engine reads what `tests/twisted_serve.py`
-makes of each read: two blocks of one state swapped, rows a head too early, the last token left out, the blocks of
-a neighbour. All prompts are asked once; then prompts are drawn from them, and the verdict is asked whether it sees it.
+The embedded engine in float32, digests off. The decode engine reads what `tests/twisted_serve.py` makes of each read:
+two blocks of one state swapped (of the tiny model), rows a head too early, the last token left out, the blocks of a
+neighbour, or those of a neighbour for layers with a window alone. All prompts are asked once; then prompts are drawn
+from them, and the verdict is asked whether it sees it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,6 @@ sys.path[:0] = [str(TESTS / "e2e"), str(TESTS)]
 
 from chaos_support import Process, running  # noqa: E402
 
-DEFECTS = ("swapped", "shifted", "short", "neighbour")
 SHARES = (0.5, 0.95)
 NUM_DRAWS = 400
 # No references: a prompt is one answer.
@@ -83,9 +85,9 @@ def until(shares: list[float], part: float) -> int | None:
     return first if first <= len(shares) else None
 
 
-def measured_defects(site: Site, num_prompts: int) -> dict[str, Any]:
+def measured_defects(site: Site, defects: Sequence[str], num_prompts: int) -> dict[str, Any]:
     items, rows = chosen(num_prompts), dict[str, Any]()
-    for defect in ("", *DEFECTS):
+    for defect in ("", *defects):
         if defect:
             site.twisted.gate.write_text(defect)
         whole, split = (replace(server, salt=f"{server.salt}-{defect}") for server in (site.whole, site.split))
@@ -107,8 +109,10 @@ def measured_defects(site: Site, num_prompts: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--defects", default="swapped,shifted,short,neighbour", help="with commas between them")
     options = parser.parse_args()
-    path, name = resolve("tiny")
+    path, name = resolve(options.model)
     common = ("serve", "--model", path, "--served-name", name, *TRANSFER, "--engine-id")
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
@@ -118,9 +122,9 @@ def main() -> None:
             router = Process(logs / "router.log", "route", "--prefill", whole.url, "--decode", twisted.url)
             with running(router):
                 asked = (Server(url, name, at_once=4, salt="defects") for url in (whole.url, router.url))
-                rows = measured_defects(Site(*asked, twisted), options.prompts)
-    command = " ".join(["python", *sys.argv])
-    print(json.dumps({"command": command, "machine": machine(), "prompts": options.prompts, "rows": rows}, indent=1))
+                rows = measured_defects(Site(*asked, twisted), options.defects.split(","), options.prompts)
+    found = {"machine": machine(), "model": options.model, "prompts": options.prompts, "rows": rows}
+    print(json.dumps({"command": " ".join(["python", *sys.argv]), **found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ from itertools import product
 __all__ = ["WAYS", "Side", "Way"]
 
 # Rows between blocks of these sizes are cut on both sides.
-BLOCKS = ((16, 64), (64, 16), (16, 128), (128, 16))
+BLOCKS = ((16, 64), (64, 16), (16, 128), (128, 16), (64, 128), (128, 64))
 # Below the window of 512 tokens of Gemma 3, which longer prompts then cross in the middle of a step.
 STEP_TOKENS = 200
 VLLM_FLAGS = (
-    *("--max-model-len", "4096", "--max-num-seqs", "16", "--seed", "0", "--enforce-eager"),
-    *("--kv-cache-memory-bytes", str(512 << 20)),
+    *("--max-model-len", "8192", "--max-num-seqs", "16", "--seed", "0", "--enforce-eager"),
+    *("--kv-cache-memory-bytes", str(1 << 30)),
 )
 
 
@@ -92,7 +92,13 @@ WAYS: dict[str, dict[str, Way]] = {
         "two ranks to one": Way(TWO_RANKS, VLLM),
         "one rank to two": Way(VLLM, TWO_RANKS),
     },
-    "vllm to transformers": ways_of(VLLM, OURS, COPIES_OF_VLLM),
-    "transformers to vllm": ways_of(OURS, VLLM, SOME_COPIES),
+    "vllm to transformers": {
+        **ways_of(VLLM, OURS, COPIES_OF_VLLM),
+        "two ranks to one": Way(TWO_RANKS, OURS),
+    },
+    "transformers to vllm": {
+        **ways_of(OURS, VLLM, SOME_COPIES),
+        "one rank to two": Way(OURS, TWO_RANKS),
+    },
 }
 """By engines, then by name."""

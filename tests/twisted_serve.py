@@ -1,9 +1,10 @@
 """`kvferry` that reads something else than it should: `python twisted_serve.py FILE serve …`. FILE says what.
 
-`swapped`: two of the source's blocks take each other's place in the first state. (If they did in all states, nothing
-would change: keys know their positions, and attention does not ask where they lie.) `shifted`: each row begins a head
-too early. `short`: the last token is not read. `neighbour`: each block is read from where the next one lies.
-Without FILE nothing is wrong. What lands is digested as it should be, so digests must tell.
+`swapped`: two of the source's blocks take each other's place in the first state of the tiny model. (If they did in all
+states, nothing would change: keys know their positions, and attention does not ask where they lie.) `shifted`: each row
+begins a head too early. `short`: the last token is not read. `neighbour`: each block is read from where the next one
+lies. `window`: each block of layers with a window is, and only those. Without FILE nothing is wrong. What lands is
+digested as it should be, so digests must tell.
 """
 
 import sys
@@ -19,8 +20,6 @@ from kvferry.session.target.reads import lifecycle
 
 way = Path(sys.argv.pop(1))
 copies_for = lifecycle.copies_for
-# 64 elements of float32, in the tiny model.
-HEAD_BYTES = np.uint64(256)
 # Keys and values of its four layers.
 NUM_STATES = 8
 
@@ -38,10 +37,17 @@ def in_first_state(copies, first, last):
     return copies.target < first + (last - first) // NUM_STATES
 
 
-def shifted(copies):
+def shifted(copies, state):
     """But for the first head in memory, before which there is none."""
-    has_other = copies.source >= copies.source.min() + HEAD_BYTES
-    return replace(copies, source=np.where(has_other, copies.source - HEAD_BYTES, copies.source))
+    head_bytes = np.uint64(state.item_bytes * state.axes[-1].extent)
+    has_other = copies.source >= copies.source.min() + head_bytes
+    return replace(copies, source=np.where(has_other, copies.source - head_bytes, copies.source))
+
+
+def beside_windows(program, tables):
+    """The tables of the source, those of groups with a window as if their blocks were the neighbours'."""
+    windowed = {group.source_group for group in program.groups if group.state.window_tokens}
+    return tuple(neighbour(table) if number in windowed else table for number, table in enumerate(tables))
 
 
 def swapped_in_first_state(right, wrong):
@@ -57,10 +63,12 @@ def twisted(program, source_tables, target_tables, ranges, *part):
     if not (name and len(right)):
         return right
     if name == "shifted":
-        return shifted(right)
+        return shifted(right, program.groups[0].state)
     if name == "short":
         ranges = tuple(TokenRange(each.first, max(each.first, each.last - 1)) for each in ranges)
         return copies_for(program, source_tables, target_tables, ranges, *part)
+    if name == "window":
+        return copies_for(program, beside_windows(program, source_tables), target_tables, ranges, *part)
     twist = swapped if name == "swapped" else neighbour
     wrong = copies_for(program, tuple(twist(table) for table in source_tables), target_tables, ranges, *part)
     return swapped_in_first_state(right, wrong) if name == "swapped" else wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import accuracy_prompts
 import pytest
 from chaos_support import Process, running
 from conftest import post, prefilled
+from tiny_models import model_folder
 
 TWISTED = Path(__file__).parents[1] / "twisted_serve.py"
 DEADLINE_S = 300.0
@@ -22,15 +24,15 @@ WAYS = ("swapped", "shifted", "short", "neighbour")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def site(tiny_model, tmp_path_factory):
+@contextlib.contextmanager
+def twisted_site(model, tmp_path_factory):
     """A prefill engine, and two decode engines that read what they are told to, each behind a router: one digests
     nothing, one everything."""
     logs, prompts = tmp_path_factory.mktemp("twisted"), tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     # They fit the tiny model.
     short = [item for item in accuracy_prompts.items() if len(item["prompt"]) < 4000][::6][:NUM_PROMPTS]
     prompts.write_text("".join(json.dumps(item) + "\n" for item in short))
-    common = ("serve", "--model", str(tiny_model), "--served-name", "tiny", "--engine-id")
+    common = ("serve", "--model", str(model), "--served-name", "tiny", "--engine-id")
     how = ("--transport", "shm", "--strategy", "direct", "--transfer-direction", "pull", "--digest")
     p = Process(logs / "p.log", *common, "p")
     names = ("off", "full")
@@ -41,6 +43,19 @@ def site(tiny_model, tmp_path_factory):
         with running(*routers):
             routed = dict(zip(names, routers, strict=True))
             yield SimpleNamespace(p=p, off=off, full=full, routers=routed, prompts=str(prompts))
+
+
+@pytest.fixture(scope="module")
+def site(tiny_model, tmp_path_factory):
+    with twisted_site(tiny_model, tmp_path_factory) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def windowed_site(tmp_path_factory):
+    """Most layers have a window, which most prompts exceed."""
+    with twisted_site(model_folder("gemma3"), tmp_path_factory) as site:
+        yield site
 
 
 def compare(site, digest, *more):
@@ -63,8 +78,31 @@ def test_a_split_answers_as_the_whole_does(site, digest):
     assert split["perplexity"] == pytest.approx(found["baseline"]["perplexity"], rel=1e-4)
 
 
+def test_windows_of_a_split_answer_as_the_whole_does(windowed_site):
+    code, found = compare(windowed_site, "off", "--min-equal", "1")
+    assert (code, found["faults"]) == (0, [])
+    assert found["split"]["equal"] == NUM_PROMPTS
+
+
+def test_a_neighbours_window_is_seen_without_digests(windowed_site):
+    assert_seen(windowed_site, "window")
+
+
+def test_a_neighbours_window_is_stopped_by_digests(windowed_site):
+    assert_stopped(windowed_site, "window")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_wrong_is_seen_without_digests(site, way):
+    assert_seen(site, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_wrong_is_stopped_by_digests(site, way):
+    assert_stopped(site, way)
+
+
+def assert_seen(site, way):
     site.off.gate.write_text(way)
     try:
         code, found = compare(site, "off")
@@ -73,11 +111,10 @@ def test_what_is_wrong_is_seen_without_digests(site, way):
     assert (code, bool(found["faults"])) == (1, True), found
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_wrong_is_stopped_by_digests(site, way):
+def assert_stopped(site, way):
     """Without a router, which would soon use such a pair no more."""
     prompt = accuracy_prompts.items()[0]["prompt"] * 8
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "return_token_ids": True}
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "return_token_ids": True, "temperature": 0}
     (whole,) = post(f"{site.p.url}/v1/completions", body)["choices"]
     site.full.gate.write_text(way)
     try:
