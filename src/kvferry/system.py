@@ -1,15 +1,20 @@
-"""What the operating system says and does: its errors in words, and TCP connections that notice a lost host."""
+"""What the operating system says and does: its errors in words, TCP connections that notice a lost host, its limits."""
 
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import ssl
+from contextlib import suppress
 
 # A probe after so many seconds of silence, then one every so many seconds, and how many may go unanswered.
 IDLE_S, INTERVAL_S, NUM_PROBES = 10, 5, 3
 # The same limit for bytes that are not acknowledged.
 USER_TIMEOUT_MS = 1000 * (IDLE_S + INTERVAL_S * NUM_PROBES)
+
+# Of an agent with more peers than it accepts, and of a router with as many engines; as much as vLLM takes.
+MANY_DESCRIPTORS = 1 << 16
 
 
 def os_error_text(error: Exception) -> str:
@@ -38,3 +43,16 @@ def keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+
+
+def allow_many_descriptors() -> None:
+    """Let this process and its children open as many files as the hard limit says, up to `MANY_DESCRIPTORS`.
+
+    A peer takes two or three, and many systems begin with a soft limit of 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MANY_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # A sandbox may refuse it; the limit is then the one that was there.
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

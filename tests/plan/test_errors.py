@@ -13,7 +13,16 @@ from kvferry.errors import (
     UncoveredError,
 )
 from kvferry.plan.description.describe import EngineShape, describe
-from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
+from kvferry.plan.description.layout import (
+    Axis,
+    CacheGroup,
+    Layout,
+    Placement,
+    Region,
+    State,
+    fingerprint,
+    sharing_parts,
+)
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.span import MAX_STOP, Span, overlap, shares, stages, uncovered
 from kvferry.plan.description.tokens import TokenRange, TokenShare
@@ -278,3 +287,13 @@ def test_spans():
     assert uncovered(Span(0, 2), [Span(0, 3)]) == ()
     assert shares(2, 4, "heads") == (Span(0, 1), Span(0, 1), Span(1, 2), Span(1, 2))
     assert stages(5, 2) == (Span(0, 3), Span(3, 5))
+
+
+def test_equal_layouts_at_other_addresses_share_their_parts():
+    (here,), (there,) = (describe(MODEL, EngineShape(1, 1, 16, 8), address) for address in (1 << 30, 3 << 30))
+    one, other = sharing_parts(here), sharing_parts(there)
+    assert (one, other) == (here, there)
+    assert one.placements is other.placements
+    assert one.states is other.states
+    assert one.groups is other.groups
+    assert one.regions != other.regions

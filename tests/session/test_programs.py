@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.description.model import attention, latent
 from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.bindings import Bindings
@@ -13,22 +14,44 @@ from kvferry.wire import messages as m
 HEADS, LATENT = attention(2, 12, 4, "float32", 4), latent(1, 8, "float32", 4)
 
 
+def engine(model, num_ranks, at):
+    return describe(model, EngineShape(num_ranks, 1, 4, 8, "token-major"), at << 30)
+
+
+def met(name, layouts):
+    """The peers of an engine, as a target knows them after their handshakes."""
+    return {
+        PeerKey(f"tcp://127.0.0.1:{1 + number}", name, "e1"): SimpleNamespace(
+            offer=m.Offer(m.Party(name, "e1", number), layout, (), m.Probe(0, 0, 0)),
+            num_ranks=len(layouts),
+            fingerprint=fingerprint(layout),
+        )
+        for number, layout in enumerate(layouts)
+    }
+
+
 def fans(model, num_sources, num_targets, rank):
     """The fan_in of each source rank from which something comes, or that is told, and how many it serves, by number."""
-    sources, targets = (
-        describe(model, EngineShape(number, 1, 4, 8, "token-major"), at << 30)
-        for number, at in ((num_sources, 1), (num_targets, 2))
-    )
-    peers = tuple(PeerKey(f"tcp://127.0.0.1:{1 + number}", "p0", "e1") for number in range(num_sources))
-    met = {
-        peer: SimpleNamespace(
-            offer=m.Offer(m.Party("p0", "e1", number), sources[number], (), m.Probe(0, 0, 0)), num_ranks=num_sources
-        )
-        for number, peer in enumerate(peers)
-    }
-    found = Bindings(targets, rank).to(peers, met)
+    known = met("p0", engine(model, num_sources, 1))
+    peers = tuple(known)
+    found = Bindings(engine(model, num_targets, 2), rank).to(peers, known)
     served = {number: len(found.readers_of(peer)) for number, peer in enumerate(peers)}
-    return {peers.index(peer): times for peer, times in found.fan_in.items()}, served
+    return {peers.index(peer): found.fan_in(peer) for peer in found.programs}, served
+
+
+def test_engines_that_differ_in_addresses_alone_share_all_but_those():
+    bindings = Bindings(engine(HEADS, 2, 2), 0)
+    first, second, other = (
+        bindings.to(tuple(known), known)
+        for known in (met("p0", engine(HEADS, 4, 1)), met("p1", engine(HEADS, 4, 5)), met("p2", engine(HEADS, 3, 7)))
+    )
+    assert first.way is second.way
+    assert other.way is not first.way
+    starts = [
+        [int(section.source[0]) for program in binding.programs.values() for section in program.groups[0].units]
+        for binding in (first, second)
+    ]
+    assert [there - here for here, there in zip(*starts, strict=True)] == [4 << 30] * len(starts[0])
 
 
 @pytest.mark.parametrize(

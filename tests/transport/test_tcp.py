@@ -20,9 +20,10 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess
 from kvferry.testing.transports.world import Row, World, expect_copied, finish
 from kvferry.transport.base import Direction, Memory
+from kvferry.transport.tcp import client, server
 from kvferry.transport.tcp.client import PeerAddress, PeerClient
 from kvferry.transport.tcp.connection import CHALLENGE_BYTES, CHUNK_BYTES, MAX_ROWS, Challenge, Reply, Request, proof_of
-from kvferry.transport.tcp.server import RegistrationLock
+from kvferry.transport.tcp.server import RegistrationLock, Server
 from kvferry.transport.tcp.transport import TcpDescriptor, TcpTransport
 
 STALL_S = 0.3
@@ -235,31 +236,71 @@ def test_a_process_that_can_start_no_more_threads_says_so(world: World, monkeypa
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    descriptor = world.far.transport.descriptor()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(TransportError, match="no thread can be started for tcp"):
-            world.near.transport.connect("far", descriptor)
+            expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+    expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+
+
+def serving_threads() -> list[str]:
+    names = ("kvferry-tcp-serve", "kvferry-tcp-client")
+    return [thread.name for thread in threading.enumerate() if thread.name in names]
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_connections_that_are_not_used_have_no_threads(
+    world: World, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "KEEP_THREAD_S", 0.05)
+    for _ in range(3):
+        expect_copied(world, [Row((0, 0), (1, 3), 100)], direction)
+        assert serving_threads()
+        wait_for(lambda: not serving_threads())
+        assert len(server_of(world)._idle) == 1
+
+
+def test_a_connection_that_ends_while_it_is_not_used_is_forgotten(world: World) -> None:
+    expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+    wait_for(lambda: len(server_of(world)._idle) == 1)
+    world.near.transport.disconnect("far")
+    wait_for(lambda: not server_of(world)._idle and not server_of(world)._served)
+
+
+def test_an_address_for_which_there_is_no_room_is_refused_and_those_that_are_known_are_served(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+    wait_for(lambda: len(server_of(world)._idle) == 1)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 1)
+    with socket.create_connection(("127.0.0.1", known(world).port), timeout=20) as sock:
+        assert sock.recv(1) == b""
+    assert rejected(world) == 1
+    expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+
+
+def server_of(world: World) -> Server:
+    transport = world.far.transport
+    assert isinstance(transport, TcpTransport)
+    return transport._server
 
 
 def test_a_connection_that_has_ended_is_made_again_before_it_is_used(world: World) -> None:
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
-    transport = world.far.transport
-    assert isinstance(transport, TcpTransport)
-    for connection in list(transport._server._connections.values()):
-        connection.interrupt()
-    wait_for(lambda: not transport._server._connections)
+    for peer in list(server_of(world)._served.values()):
+        peer.connection.interrupt()
+    wait_for(lambda: not server_of(world)._served)
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
 
 
 def test_a_client_that_was_stopped_opens_no_connection() -> None:
     """Not in the place of one that has ended meanwhile, either."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = PeerClient(PeerAddress("127.0.0.1", listener.getsockname()[1], b""), SimpleQueue(), STALL_S)
-        client.stop("over")
-        client.join(20)
+        stopped = PeerClient(PeerAddress("127.0.0.1", listener.getsockname()[1], b""), SimpleQueue(), STALL_S)
+        stopped.stop("over")
+        stopped.join(20)
         with pytest.raises(ConnectionAbortedError, match="over"):
-            client._connected()
+            stopped._connected()
 
 
 def test_long_tickets_take_several_requests(world: World) -> None:

@@ -20,7 +20,7 @@ from kvferry.cli.serve.command import serve
 from kvferry.cli.top.command import top
 from kvferry.cli.up.command import up
 from kvferry.errors import ConfigurationError
-from kvferry.system import os_error_text
+from kvferry.system import allow_many_descriptors, os_error_text
 
 UTF8 = "set PYTHONIOENCODING=utf-8, or a locale with UTF-8"
 
@@ -54,6 +54,7 @@ def main() -> None:
     if os.getpid() == 1:
         # In a container: the kernel keeps the signals from process 1 that it has no handler for.
         signal.signal(signal.SIGTERM, _end)
+    allow_many_descriptors()
     try:
         app()
     except KeyboardInterrupt:

@@ -11,7 +11,6 @@ import errno
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
 from typing import Final
 
 import zmq
@@ -19,6 +18,7 @@ import zmq
 from kvferry.agent.control.addresses import is_connectable, listening_address
 from kvferry.agent.control.connection_limit import MAX_CONNECTIONS, LimitedListener
 from kvferry.agent.control.curve import Admission, secure_connecting, secure_listening
+from kvferry.agent.control.poller import Poller
 from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
 from kvferry.agent.control.time_slice import short_slices
 from kvferry.errors import ConfigurationError
@@ -29,7 +29,9 @@ from kvferry.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_BYTES
 MAX_FRAMES_PER_RECEIVE = 256
 # Decoding takes time: after this many bytes of one socket, transports and heartbeats are served.
 MAX_BYTES_PER_RECEIVE = 4 << 20
-MAX_SOURCES = 512
+MAX_SOURCES = 4096
+# That of targets, its monitor, and those that admit them.
+OTHER_SOCKETS = 16
 # High-water mark of a peer's messages in either direction. Beyond it ZeroMQ slows the peer down, or drops messages.
 MAX_QUEUED = 256
 # A connection that does not finish its handshake is closed after this.
@@ -62,6 +64,7 @@ class ControlChannel:
         self._token = token
         self._counts: Counter[tuple[str, str]] = Counter()
         self._sources: dict[PeerKey, zmq.Socket[bytes]] = {}
+        self._peers: dict[zmq.Socket[bytes], PeerKey] = {}
         try:
             self._listener = LimitedListener(address, port, max_connections)
         except OSError as error:
@@ -73,7 +76,8 @@ class ControlChannel:
                 else "choose another --transfer-port, or 0 for any free one",
             ) from error
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._poller = zmq.Poller()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOURCES + OTHER_SOCKETS)
+        self._poller = Poller()
         try:
             # ZeroMQ authenticates through this socket, so it exists before the router.
             with short_slices():
@@ -89,12 +93,12 @@ class ControlChannel:
             self.close()
             raise
         for socket in (self._monitor, *(each.socket for each in self._admission)):
-            self._poller.register(socket, zmq.POLLIN)
+            self._poller.register(socket)
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def watch(self, fd: int) -> None:
         """Return early from `receive` when this file descriptor can be read."""
-        self._poller.register(fd, zmq.POLLIN)
+        self._poller.watch(fd)
 
     def send(self, peer: PeerKey, frame: bytes) -> bool:
         """Send to a source; connects on first use. False when that fails, is not allowed, or its queue is full."""
@@ -107,21 +111,22 @@ class ControlChannel:
                 # Too many sockets, or an invalid address: no answer will come before the deadline of the session.
                 self.forget(peer)
                 return False
-        return _send(self._sources[peer], [frame])
+        return self._send(self._sources[peer], [frame])
 
     def reply(self, routing_id: str, frame: bytes) -> bool:
         """Answer a target by its routing id. False when its queue is full or it has disconnected."""
-        return _send(self._router, [bytes.fromhex(routing_id), frame])
+        return self._send(self._router, [bytes.fromhex(routing_id), frame])
 
     def forget(self, peer: PeerKey) -> None:
         """Close the connection to a source; unknown ones are fine."""
         if socket := self._sources.pop(peer, None):
+            del self._peers[socket]
             self._poller.unregister(socket)
             socket.close()
 
     def receive(self, wait_s: float) -> list[ReceivedFrame]:
         """The frames that have arrived, after waiting at most `wait_s` seconds for the first; a bounded number."""
-        ready = dict(self._poller.poll(ceil(wait_s * 1000)))
+        ready = self._poller.poll(wait_s)
         for admission in self._admission:
             if admission.socket in ready:
                 admission.answer()
@@ -132,9 +137,11 @@ class ControlChannel:
             for parts in _frames(self._router):
                 # A target's DEALER sends exactly one part; anything else is refused like other invalid frames.
                 found.append(ReceivedFrame((), parts[0].hex(), parts[1] if len(parts) == 2 else b""))
-        for peer, socket in self._sources.items():
-            if socket in ready:
-                found += [ReceivedFrame((peer,), "", parts[0] if len(parts) == 1 else b"") for parts in _frames(socket)]
+        for socket in ready & self._peers.keys():
+            peer = self._peers[socket]
+            found += [ReceivedFrame((peer,), "", parts[0] if len(parts) == 1 else b"") for parts in _frames(socket)]
+        for socket in ready:
+            self._poller.note_used(socket)
         return found
 
     def take_counts(self) -> Counter[tuple[str, str]]:
@@ -151,9 +158,11 @@ class ControlChannel:
         """Close all sockets; nothing is sent any more. Safe to call twice."""
         self._listener.close()
         self._context.destroy(linger=0)
+        self._poller.close()
 
     def _connect(self, peer: PeerKey) -> None:
         socket = self._sources[peer] = self._socket(zmq.DEALER, MAX_FRAME_BYTES)
+        self._peers[socket] = peer
         socket.setsockopt(zmq.IPV6, int("[" in peer.address))
         if self._token:
             secure_connecting(socket, self._token)
@@ -163,8 +172,17 @@ class ControlChannel:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         for option, value in (*OPTIONS.items(), (zmq.MAXMSGSIZE, max_bytes)):
             socket.setsockopt(option, value)
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(socket)
         return socket
+
+    def _send(self, socket: zmq.Socket[bytes], parts: list[bytes]) -> bool:
+        self._poller.note_used(socket)
+        try:
+            socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            # The queue is full, or the peer has disconnected.
+            return False
+        return True
 
 
 OPTIONS: Final = {
@@ -195,12 +213,3 @@ def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
             return
         num_bytes += sum(map(len, parts))
         yield parts
-
-
-def _send(socket: zmq.Socket[bytes], parts: list[bytes]) -> bool:
-    try:
-        socket.send_multipart(parts, zmq.NOBLOCK)
-    except zmq.ZMQError:
-        # The queue is full, or the peer has disconnected.
-        return False
-    return True

@@ -20,7 +20,7 @@ import zmq
 
 from kvferry.transport.machine.addresses import family_of
 
-MAX_CONNECTIONS = 512
+MAX_CONNECTIONS = 4096
 BACKLOG = 64
 
 REFUSALS: Final = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from kvferry.errors import FerryError, TransferError
-from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.layout import Layout, sharing_parts
 from kvferry.plan.programs.program import Program, bind
 from kvferry.plan.programs.program_split import Bundle, bundles
 from kvferry.plan.programs.request import check_ranges
@@ -20,7 +20,7 @@ from kvferry.session.refusals import refuse
 from kvferry.session.timing import Timing
 from kvferry.wire.messages import Claim, Party, Reached, Reason, TargetOffer
 
-MAX_TARGETS = 512
+MAX_TARGETS = 4096
 NUM_BUNDLES = 8
 """Into so many a program is cut that is sent state by state: the last eighth is all that waits for the last state."""
 # A target forgets an idle source first, and so never claims from one that has forgotten it.
@@ -68,7 +68,8 @@ class Targets:
         replaced = [self._forget(party) for party in list(self._known) if _is_met_anew(party, offer.party)]
         if len(self._known) >= MAX_TARGETS:
             raise TransferError(Reason.UNREACHABLE, "too many targets at once", found=f"{len(self._known)} targets")
-        self._known[offer.party] = _Target(peer, offer, now)
+        layouts = tuple(map(sharing_parts, offer.layouts))
+        self._known[offer.party] = _Target(peer, structs.replace(offer, layouts=layouts), now)
         return [*replaced, Connect(offer.party, offer)]
 
     def settled(self, event: PeerConnected | PeerUnreachable) -> list[Command]:

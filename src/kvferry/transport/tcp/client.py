@@ -1,11 +1,12 @@
-"""The client side of tcp: one thread and one connection per peer, tickets one after another."""
+"""The client side of tcp: one connection per peer, tickets one after another, and a thread while there are any."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from kvferry.errors import FerryError, TransportError
 from kvferry.plan.programs.copies import Column
 from kvferry.system import os_error_text
 from kvferry.transport.base import Completion, Direction, Ticket
-from kvferry.transport.registered_memory import LocatedRows, Offsets
+from kvferry.transport.registered_memory import LocatedRows, Offsets, View
 from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
 from kvferry.transport.tcp.connection import (
     CHUNK_BYTES,
@@ -24,7 +25,11 @@ from kvferry.transport.tcp.connection import (
     Request,
     open_connection,
     proof_of,
+    scratch_memory,
 )
+
+# Longer than between two requests of a busy pair. Without one the next ticket starts a thread, which takes 0.1 ms.
+KEEP_THREAD_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class Transfer:
 
 class PeerClient:
     """Makes transfers one after another and puts their completions into `ended`. The first one opens the connection.
+    While there are none, a peer costs that connection, no thread and no memory to receive into.
 
     When the connection fails, all waiting transfers end with its reason; the next one opens a new connection. So does
     one that finds the connection closed: a cable that was out for a while has ended it, and nobody was told.
@@ -64,19 +70,25 @@ class PeerClient:
         self._address = address
         self._ended = ended
         self._stall_timeout_s = stall_timeout_s
-        self._transfers: SimpleQueue[Transfer | str] = SimpleQueue()
-        self._cancelled: set[Ticket] = set()
-        self._lock = threading.Lock()
+        # Guards what follows, and says that some of it has changed.
+        self._changed = threading.Condition()
+        self._waiting: deque[Transfer] = deque()
         self._connection: Connection | None = None
-        self._proof = b""
         self._stopped = ""
-        self._staging = np.empty(2 * CHUNK_BYTES, np.uint8)
-        self._thread = threading.Thread(target=self._work, name="kvferry-tcp-client", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._is_working = False
+        self._cancelled: set[Ticket] = set()
+        self._proof = b""
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue a ticket."""
-        self._transfers.put(transfer)
+        """Queue a ticket. Raises RuntimeError when no thread can be started for it."""
+        with self._changed:
+            if not self._is_working:
+                thread = threading.Thread(target=self._work, name="kvferry-tcp-client", daemon=True)
+                thread.start()
+                self._thread, self._is_working = thread, True
+            self._waiting.append(transfer)
+            self._changed.notify()
 
     def cancel(self, ticket: Ticket) -> None:
         """Skip what has not been requested yet. Unknown and ended tickets are fine."""
@@ -84,32 +96,45 @@ class PeerClient:
 
     def stop(self, reason: str) -> None:
         """End all tickets with this error; the one on the wire once the thread does not use its memory any more."""
-        with self._lock:
+        with self._changed:
             self._stopped = self._stopped or reason
             if self._connection is not None:
                 self._connection.interrupt()
-        self._transfers.put(reason)
+            if not self._is_working:
+                self._disconnect(self._stopped)
+            self._changed.notify()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread of a stopped client."""
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     @property
     def is_over(self) -> bool:
-        """Whether the thread has ended, and so all tickets have."""
-        return not self._thread.is_alive()
+        """Whether no thread works, and so all tickets of a stopped client have ended."""
+        return not self._is_working
 
     def _work(self) -> None:
-        while not self._stopped:
-            transfer = self._transfers.get()
-            if isinstance(transfer, Transfer):
-                self._finish(transfer, self._try(transfer))
-        self._disconnect(self._stopped)
+        staging = scratch_memory()
+        while (transfer := self._next()) is not None:
+            self._finish(transfer, self._try(transfer, staging))
 
-    def _try(self, transfer: Transfer) -> str:
+    def _next(self) -> Transfer | None:
+        """What is to be moved. None, and the thread is to end, when there has been nothing for a while, or the client
+        is stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._stopped, KEEP_THREAD_S)
+            if self._waiting and not self._stopped:
+                return self._waiting.popleft()
+            if self._stopped:
+                self._disconnect(self._stopped)
+            self._is_working = False
+            return None
+
+    def _try(self, transfer: Transfer, staging: View) -> str:
         """The error of the ticket, or nothing."""
         try:
-            return self._move(transfer)
+            return self._move(transfer, staging)
         except TransportError as error:
             return str(error)  # A refusal. The connection is still usable.
         except (OSError, FerryError) as error:
@@ -119,7 +144,7 @@ class PeerClient:
         self._disconnect(reason)
         return reason
 
-    def _move(self, transfer: Transfer) -> str:
+    def _move(self, transfer: Transfer, staging: View) -> str:
         for part in transfer.parts():
             if self._stopped or transfer.ticket in self._cancelled:
                 return self._stopped or "cancelled"
@@ -129,29 +154,11 @@ class PeerClient:
             connection.send_message(request, columns.tobytes())
             _expect_granted(connection)
             if part.direction is Direction.READ:
-                self._receive(connection, part)
+                _receive(connection, part, staging)
             else:
-                self._send(connection, part)
+                _send(connection, part, staging)
                 _expect_granted(connection)
         return ""
-
-    def _receive(self, connection: Connection, part: Transfer) -> None:
-        for chunk in stream_chunks(part.length, CHUNK_BYTES):
-            sizes, side = part.length[chunk], part.local.subset(chunk)
-            if len(sizes) == 1:
-                connection.receive_into(_only_row(side, sizes))
-                continue
-            connection.receive_into(self._staging.data[: int(sizes.sum())])
-            scatter(self._staging, side, sizes)
-
-    def _send(self, connection: Connection, part: Transfer) -> None:
-        for chunk in stream_chunks(part.length, CHUNK_BYTES):
-            sizes, side = part.length[chunk], part.local.subset(chunk)
-            if len(sizes) == 1:
-                connection.send(_only_row(side, sizes))
-                continue
-            gather(side, sizes, self._staging)
-            connection.send(self._staging.data[: int(sizes.sum())])
 
     def _connected(self) -> Connection:
         if self._connection is not None and not self._connection.is_open:
@@ -160,7 +167,7 @@ class PeerClient:
             raise ConnectionAbortedError(self._stopped)
         if self._connection is None:
             connection = open_connection((self._address.host, self._address.port), self._stall_timeout_s)
-            with self._lock:
+            with self._changed:
                 self._connection = connection
                 if self._stopped:
                     connection.interrupt()
@@ -168,24 +175,41 @@ class PeerClient:
         return self._connection
 
     def _drop_connection(self) -> None:
-        with self._lock:
+        with self._changed:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
 
     def _disconnect(self, reason: str) -> None:
         self._drop_connection()
-        while True:
-            try:
-                transfer = self._transfers.get_nowait()
-            except Empty:
-                return
-            if isinstance(transfer, Transfer):
-                self._finish(transfer, reason)
+        with self._changed:
+            ended, self._waiting = self._waiting, deque()
+        for transfer in ended:
+            self._finish(transfer, reason)
 
     def _finish(self, transfer: Transfer, error: str) -> None:
         self._cancelled.discard(transfer.ticket)
         self._ended.put(Completion(transfer.ticket, error))
+
+
+def _receive(connection: Connection, part: Transfer, staging: View) -> None:
+    for chunk in stream_chunks(part.length, CHUNK_BYTES):
+        sizes, side = part.length[chunk], part.local.subset(chunk)
+        if len(sizes) == 1:
+            connection.receive_into(_only_row(side, sizes))
+            continue
+        connection.receive_into(staging.data[: int(sizes.sum())])
+        scatter(staging, side, sizes)
+
+
+def _send(connection: Connection, part: Transfer, staging: View) -> None:
+    for chunk in stream_chunks(part.length, CHUNK_BYTES):
+        sizes, side = part.length[chunk], part.local.subset(chunk)
+        if len(sizes) == 1:
+            connection.send(_only_row(side, sizes))
+            continue
+        gather(side, sizes, staging)
+        connection.send(staging.data[: int(sizes.sum())])
 
 
 def _only_row(side: LocatedRows, sizes: Offsets) -> memoryview:

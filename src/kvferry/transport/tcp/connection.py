@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import mmap
 import socket
 import struct
 import time
 from typing import Annotated, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from kvferry.errors import WireError
 from kvferry.system import keep_alive
 from kvferry.transport.base import Direction
+from kvferry.transport.registered_memory import View
 
 KEY_BYTES = 16
 CHALLENGE_BYTES = 16
@@ -140,6 +143,9 @@ class Connection:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WireError("invalid frame", found=str(error)) from error
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def interrupt(self) -> None:
         """End every wait, from any thread."""
         try:
@@ -158,6 +164,11 @@ class Connection:
 
     def _stalled(self, verb: str) -> TimeoutError:
         return TimeoutError(f"the peer {verb} nothing for {self._stall_timeout_s:g} s")
+
+
+def scratch_memory() -> View:
+    """Room for two chunks, which the kernel has back as soon as nobody uses it: the C library would keep it."""
+    return np.frombuffer(mmap.mmap(-1, 2 * CHUNK_BYTES), np.uint8)
 
 
 def open_connection(address: tuple[str, int], stall_timeout_s: float) -> Connection:

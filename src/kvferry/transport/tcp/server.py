@@ -1,17 +1,20 @@
 """The serving side of tcp: peers read and write our registered memory.
 
-One thread per connection: a peer that stalls delays no other one, and the expensive steps (copy, send, receive) run
-without the interpreter's lock. There is one connection per peer, so threads are few.
+One thread per connection that is used: a peer that stalls delays no other one, and the expensive steps (copy, send,
+receive) run without the interpreter's lock. A connection over which nothing has been asked for a while waits in a
+selector with all others of that kind, and costs no thread and no memory to copy through.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
+import select
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,9 +34,13 @@ from kvferry.transport.tcp.connection import (
     Reply,
     Request,
     proof_of,
+    scratch_memory,
 )
 
-MAX_CONNECTIONS = 512
+MAX_CONNECTIONS = 4096
+# Whoever can connect can have a thread, until it fails to prove that it knows the key.
+MAX_THREADS = 512
+BACKLOG = 512
 THIS = "the serving process"
 
 
@@ -72,10 +79,20 @@ class RegistrationLock:
                 self._condition.notify_all()
 
 
-class Server:
-    """Listens, and serves each connection in a thread until it ends or sends something malformed.
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A connection, and what proves that whoever is at its other end knows the key; `is_known` once it has."""
 
-    `num_rejected` counts requests that were malformed, unauthenticated or outside registered memory.
+    connection: Connection
+    proof: bytes = b""
+    is_known: bool = False
+
+
+class Server:
+    """Listens, and serves each connection until it ends or sends something malformed.
+
+    `num_rejected` counts requests that were malformed, unauthenticated or outside registered memory, and connections
+    for which there was no room.
     """
 
     def __init__(self, host: str, key: bytes, registry: Registry, stall_timeout_s: float) -> None:
@@ -84,88 +101,126 @@ class Server:
         self._stall_timeout_s = stall_timeout_s
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._connections: dict[threading.Thread, Connection] = {}
+        self._served: dict[threading.Thread, _Peer] = {}
+        self._idle: dict[int, _Peer] = {}
         self.registration = RegistrationLock()
         self.num_rejected = 0
         try:
             address = resolve(host)
-            self._listener = socket.create_server((str(address), 0), family=family_of(address), backlog=64)
+            self._listener = socket.create_server((str(address), 0), family=family_of(address), backlog=BACKLOG)
         except (OSError, ConfigurationError) as error:
             raise TransportError(f"cannot listen on {host!r}", found=os_error_text(error)) from error
+        # A connection that is gone before it is accepted must not keep the others waiting.
+        self._listener.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._thread = threading.Thread(target=self._accept, name="kvferry-tcp-accept", daemon=True)
+        self._selector = select.epoll()
+        self._selector.register(self._listener, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._watch, name="kvferry-tcp-accept", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
         """Stop listening, end every connection and wait for the threads."""
         self._stopped.set()
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # This wakes accept(); closing alone does not.
-        except OSError:
-            self._stopped.set()
+        # This wakes the selector; closing alone does not.
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout_s)
         self._listener.close()
         with self._lock:
-            threads = list(self._connections)
-            for connection in self._connections.values():
-                connection.interrupt()
+            threads, idle = dict(self._served), list(self._idle.values())
+            self._idle.clear()
+            for peer in threads.values():
+                peer.connection.interrupt()
+        for peer in idle:
+            peer.connection.close()
         for thread in threads:
             thread.join(timeout_s)
+        self._selector.close()
+
+    def _watch(self) -> None:
+        """The first thread: it accepts connections, and has those served that ask for something again."""
+        while not self._stopped.is_set():
+            for fd, _ in self._selector.poll():
+                with self._lock:
+                    peer = self._idle.pop(fd, None)
+                if peer is not None:
+                    self._selector.unregister(fd)
+                    self._start(peer)
+                elif not self._stopped.is_set():
+                    self._accept()
 
     def _accept(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                sock, _ = self._listener.accept()
-                self._start(sock)
-            except OSError:
-                # Out of descriptors, or a peer that was gone before it was accepted: neither ends the listener.
-                self._stopped.wait(0.05)
-
-    def _start(self, sock: socket.socket) -> None:
         try:
-            connection = Connection(sock, self._stall_timeout_s)
+            sock, _ = self._listener.accept()
+        except OSError:
+            # Out of descriptors, or a peer that was gone before it was accepted: neither ends the listener.
+            self._stopped.wait(0.05)
+            return
+        try:
+            peer = _Peer(Connection(sock, self._stall_timeout_s))
         except OSError:
             sock.close()
-            raise
-        thread = threading.Thread(target=self._serve, args=(connection,), name="kvferry-tcp-serve", daemon=True)
+            return
         with self._lock:
-            if self._stopped.is_set() or len(self._connections) >= MAX_CONNECTIONS:
-                self.num_rejected += 1
-                connection.close()
+            has_room = len(self._served) < MAX_THREADS and len(self._served) + len(self._idle) < MAX_CONNECTIONS
+        if has_room:
+            self._start(peer)
+        else:
+            self._count_rejected()
+            peer.connection.close()
+
+    def _start(self, peer: _Peer) -> None:
+        thread = threading.Thread(target=self._serve, args=(peer,), name="kvferry-tcp-serve", daemon=True)
+        with self._lock:
+            if self._stopped.is_set():
+                peer.connection.close()
                 return
-            self._connections[thread] = connection
+            self._served[thread] = peer
         try:
             thread.start()
         except RuntimeError:  # No more threads in this process: refuse the peer and go on listening.
-            self._forget(thread, connection)
+            self._forget(thread, peer)
 
-    def _forget(self, thread: threading.Thread, connection: Connection) -> None:
+    def _forget(self, thread: threading.Thread, peer: _Peer) -> None:
         with self._lock:
-            self._connections.pop(thread, None)
-            connection.close()
+            self._served.pop(thread, None)
+            peer.connection.close()
 
-    def _serve(self, connection: Connection) -> None:
+    def _rest(self, peer: _Peer) -> None:
+        """Let a connection wait without a thread."""
+        fd = peer.connection.fileno()
+        with self._lock:
+            del self._served[threading.current_thread()]
+            if self._stopped.is_set():
+                peer.connection.close()
+                return
+            self._idle[fd] = peer
+            self._selector.register(fd, select.EPOLLIN)
+
+    def _serve(self, peer: _Peer) -> None:
         try:
-            self._serve_requests(connection)
+            self._serve_requests(peer)
         except OSError:
             pass  # The peer has disconnected or stalled: its side ends its tickets.
         except Exception:  # noqa: BLE001 - the top of a thread: whatever a peer sent, only its connection ends
             self._count_rejected()
-        finally:
-            self._forget(threading.current_thread(), connection)
+        else:
+            self._rest(peer)
+            return
+        self._forget(threading.current_thread(), peer)
 
-    def _serve_requests(self, connection: Connection) -> None:
-        staging = np.empty(2 * CHUNK_BYTES, np.uint8)
-        has_requested = False
-        challenge = Challenge(secrets.token_bytes(CHALLENGE_BYTES))
-        connection.send_message(challenge)
-        proof = proof_of(self._key, challenge)
-        while not self._stopped.is_set():
-            if connection.wait_readable():
-                self._answer(connection, staging, proof)
-                has_requested = True
-            elif not has_requested:
-                raise WireError("a connection without a request")
+    def _serve_requests(self, peer: _Peer) -> None:
+        """Until there has been none for a while, or the server ends."""
+        staging = scratch_memory()
+        if not peer.is_known:
+            challenge = Challenge(secrets.token_bytes(CHALLENGE_BYTES))
+            peer.connection.send_message(challenge)
+            peer.proof = proof_of(self._key, challenge)
+        while not self._stopped.is_set() and peer.connection.wait_readable():
+            self._answer(peer.connection, staging, peer.proof)
+            peer.is_known = True
+        if not peer.is_known:
+            raise WireError("a connection without a request")
 
     def _answer(self, connection: Connection, staging: View, proof: bytes) -> None:
         request = connection.receive_message(Request)

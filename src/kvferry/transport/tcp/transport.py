@@ -79,21 +79,16 @@ class TcpTransport:
         return check_size(msgspec.msgpack.encode(known))
 
     def connect(self, peer: str, descriptor: bytes) -> None:
-        """Raises TransportError when the descriptor is not one of tcp, or no thread can be started.
+        """Raises TransportError when the descriptor is not one of tcp.
 
         The first ticket opens the connection: an unreachable host would otherwise block the agent. So an address at
         which no peer listens is the error of a ticket, that of the self-test.
         """
         self.disconnect(peer)
         known = decode(peer, descriptor, TcpDescriptor)
-        regions = Regions.of(known.regions)
-        try:
-            address = PeerAddress(known.host, known.port, known.key)
-            client = PeerClient(address, self._ended, self._stall_timeout_s)
-        except RuntimeError as error:
-            hint = "the limit is ulimit -u, or pids.max of a container"
-            raise TransportError("no thread can be started for tcp", found=str(error), hint=hint) from error
-        self._peers[peer] = (client, regions)
+        address = PeerAddress(known.host, known.port, known.key)
+        client = PeerClient(address, self._ended, self._stall_timeout_s)
+        self._peers[peer] = (client, Regions.of(known.regions))
 
     def carriers(self, peer: str) -> tuple[str, ...]:
         return (self.name,)
@@ -106,13 +101,18 @@ class TcpTransport:
             self._stopped = [old for old in self._stopped if not old.is_over] + [client]
 
     def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
-        """Raises TransportError when the peer is not connected or a row leaves registered memory."""
+        """Raises TransportError when the peer is not connected, a row leaves registered memory, or no thread can be
+        started."""
         client, regions = connected(self._peers, peer)
         local, remote, length = Posting(peer, self._registry.regions, regions, copies, direction).columns(CHUNK_BYTES)
         located = self._registry.regions.located(local, length, f"this process ({direction})")
         ticket = Ticket(next(self._numbers))
+        try:
+            client.submit(Transfer(ticket, direction, located, remote, length.astype(np.int64)))
+        except RuntimeError as error:
+            hint = "the limit is ulimit -u, or pids.max of a container"
+            raise TransportError("no thread can be started for tcp", found=str(error), hint=hint) from error
         self._open[ticket] = client
-        client.submit(Transfer(ticket, direction, located, remote, length.astype(np.int64)))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:

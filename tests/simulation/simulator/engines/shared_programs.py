@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.programs.program import Program
-from kvferry.session.keys import PeerKey
 from kvferry.session.source.session import SourceSession
 from kvferry.session.source.targets import Targets
-from kvferry.session.target.peers.bindings import Binding, Bindings
+from kvferry.session.target.peers.bindings import Bindings, Way
 from kvferry.session.target.session import TargetSession
 from kvferry.wire.messages import TargetOffer
 from simulator.state.programs import Layouts, programs_between
@@ -28,7 +27,6 @@ class _SharedTargets(Targets):
 
 
 class _SharedBindings(Bindings):
-    def _bind(self, peers: tuple[PeerKey, ...], sources: list[Layout]) -> Binding:
+    def _planned(self, sources: list[Layout], names: tuple[str, ...]) -> tuple[Way, dict[int, Program]]:
         found, programs = programs_between(tuple(sources), self._layouts, self._rank)
-        named = {peers[source]: program for source, program in programs.items()}
-        return Binding(peers, found, named, dict(zip(peers, sources, strict=True)))
+        return self._way(found, programs), programs

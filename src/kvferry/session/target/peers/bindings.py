@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from kvferry.errors import RequestError
 from kvferry.plan.description.layout import Layout
@@ -22,22 +23,32 @@ READABLE_KINDS = frozenset(["dram"])
 A_PROMPT = TokenRange(0, 4096)
 
 
+@dataclass(frozen=True, eq=False)
+class Way:
+    """From the ranks of a source engine to this target rank, whatever their addresses: equal engines share it.
+
+    By source rank, `templates` is what can be digested of each, and `fan_in` how many times as much comes from all of
+    them as from each.
+    """
+
+    route: Route
+    templates: dict[int, tuple[PartTemplate, ...]]
+    fan_in: dict[int, float]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Binding:
     """The programs of this target rank, one per source rank that it reads or tells that the request is done.
 
-    The program of a rank that is only told about the end moves nothing. `templates` is what can be digested of each,
-    `fan_in` how many times as much comes from all of them as from each; `unreadable` names the kinds of memory, on
+    The program of a rank that is only told about the end moves nothing. `unreadable` names the kinds of memory, on
     either side, that the CPU cannot read: empty when digests can be made.
     """
 
     peers: tuple[PeerKey, ...]
-    route: Route
+    way: Way
     programs: dict[PeerKey, Program]
     layouts: dict[PeerKey, Layout]
-    templates: dict[PeerKey, tuple[PartTemplate, ...]] = field(default_factory=dict)
-    fan_in: dict[PeerKey, float] = field(default_factory=dict)
-    unreadable: str = ""
+    unreadable: str
 
     def verified_by(self, policy: DigestPolicy) -> str:
         """What is said of how a fetch was verified."""
@@ -48,11 +59,17 @@ class Binding:
         seed = seed_of(f"{request.reference.lease_id}/{request.request_id}")
         # Without tokens nothing has been read, no state of fixed size either.
         is_empty = self.unreadable or not request.num_tokens
-        return NOTHING if is_empty else subject_of(self.templates[peer], request.ranges, policy, seed)
+        if is_empty:
+            return NOTHING
+        return subject_of(self.way.templates[self.peers.index(peer)], request.ranges, policy, seed)
+
+    def fan_in(self, peer: PeerKey) -> float:
+        """How many times as much comes from all source ranks as from this one."""
+        return self.way.fan_in[self.peers.index(peer)]
 
     def readers_of(self, peer: PeerKey) -> tuple[int, ...]:
         """All ranks of the target engine that read a source rank: its lease waits for exactly these."""
-        return self.route.targets_of(self.peers.index(peer))
+        return self.way.route.targets_of(self.peers.index(peer))
 
 
 class Bindings:
@@ -62,6 +79,8 @@ class Bindings:
         self._layouts = layouts
         self._rank = rank
         self._known: dict[tuple[PeerKey, ...], Binding] = {}
+        # By what their layouts are called.
+        self._ways: WeakValueDictionary[tuple[str, ...], Way] = WeakValueDictionary()
 
     def to(self, peers: tuple[PeerKey, ...], handshakes: Handshakes) -> Binding:
         """The binding to peers that are all ready.
@@ -71,38 +90,39 @@ class Bindings:
         """
         if peers not in self._known:
             sources = [_layout_of(rank, key, len(peers), handshakes) for rank, key in enumerate(peers)]
-            binding, num_groups = self._bind(peers, sources), len(self._layouts[self._rank].groups)
-            self._known[peers] = replace(
-                self._with_digests(binding, sources), fan_in=_fan_in(binding.programs, num_groups)
-            )
+            self._known[peers] = self._bind(peers, sources, tuple(handshakes[key].fingerprint for key in peers))
         return self._known[peers]
 
     def forget(self, peer: PeerKey) -> None:
         """Drop what was computed for a peer that is lost."""
         self._known = {peers: binding for peers, binding in self._known.items() if peer not in peers}
 
-    def _bind(self, peers: tuple[PeerKey, ...], sources: list[Layout]) -> Binding:
-        found, own = route(sources, self._layouts), self._layouts[self._rank]
+    def _bind(self, peers: tuple[PeerKey, ...], sources: list[Layout], names: tuple[str, ...]) -> Binding:
+        way, programs = self._planned(sources, names)
+        kinds = {region.kind for layout in (self._layouts[self._rank], *sources) for region in layout.regions}
+        named = {peers[source]: program for source, program in programs.items()}
+        layouts = dict(zip(peers, sources, strict=True))
+        return Binding(peers, way, named, layouts, ", ".join(sorted(kinds - READABLE_KINDS)))
+
+    def _planned(self, sources: list[Layout], names: tuple[str, ...]) -> tuple[Way, dict[int, Program]]:
+        own, known = self._layouts[self._rank], self._ways.get(names)
+        found = known.route if known else route(sources, self._layouts)
         programs = {
-            peers[source]: bind(found.between(source, self._rank), sources[source], own)
+            source: bind(found.between(source, self._rank), sources[source], own)
             for source in found.sources_of(self._rank)
         }
-        return Binding(peers, found, programs, dict(zip(peers, sources, strict=True)))
+        return known or self._ways.setdefault(names, self._way(found, programs)), programs
 
-    def _with_digests(self, binding: Binding, sources: list[Layout]) -> Binding:
-        own, between = self._layouts[self._rank], binding.route.between
-        templates = {
-            binding.peers[source]: templates_of(between(source, self._rank), own)
-            for source in binding.route.sources_of(self._rank)
-        }
-        kinds = {region.kind for layout in (own, *sources) for region in layout.regions} - READABLE_KINDS
-        return replace(binding, templates=templates, unreadable=", ".join(sorted(kinds)))
+    def _way(self, found: Route, programs: Mapping[int, Program]) -> Way:
+        own = self._layouts[self._rank]
+        templates = {source: templates_of(found.between(source, self._rank), own) for source in programs}
+        return Way(found, templates, _fan_in(programs, len(own.groups)))
 
 
-def _fan_in(programs: Mapping[PeerKey, Program], num_groups: int) -> dict[PeerKey, float]:
+def _fan_in(programs: Mapping[int, Program], num_groups: int) -> dict[int, float]:
     """In a prompt of some length; a rank from which nothing comes has no price."""
-    shares = {peer: volume(program, (A_PROMPT,) * num_groups)[1] for peer, program in programs.items()}
-    return {peer: sum(shares.values()) / share if share else 1.0 for peer, share in shares.items()}
+    shares = {source: volume(program, (A_PROMPT,) * num_groups)[1] for source, program in programs.items()}
+    return {source: sum(shares.values()) / share if share else 1.0 for source, share in shares.items()}
 
 
 def _layout_of(rank: int, key: PeerKey, num_ranks: int, handshakes: Handshakes) -> Layout:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from kvferry.errors import TransferError
-from kvferry.plan.description.layout import Layout, fingerprint
+from kvferry.plan.description.layout import Layout, fingerprint, sharing_parts
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import CheckLiveness, Command, Connect, Count, Send
@@ -125,7 +127,7 @@ class Handshakes:
             yield PeerLost(peer.key, wrong)
             return
         peer.machine.move("offer")
-        peer.offer, peer.last_sent = offer, now
+        peer.offer, peer.last_sent = structs.replace(offer, layout=sharing_parts(offer.layout)), now
         if peer.direction is Direction.READ:
             yield Connect(peer.key, offer)
         else:

@@ -276,7 +276,7 @@ class Reads:
 
 def _costs(peer: Peer, binding: Binding, *, may_share: bool) -> Costs:
     """What a source costs, beside the others of a fetch."""
-    fans = binding.fan_in[peer.key], len(binding.readers_of(peer.key))
+    fans = binding.fan_in(peer.key), len(binding.readers_of(peer.key))
     return beside(peer.costs, fans, peer.direction, may_share)
 
 
