@@ -188,7 +188,10 @@ def fetches(subject: Remote, one: Remote, role: str) -> list[float]:
 def row(role: str, num_peers: int, transport: str) -> dict[str, Any]:
     """A fresh agent, then its peers."""
     names = [f"peer-{number}" for number in range(num_peers)]
-    with started(["subject"], transport) as (subject,), started(["first", *names], transport) as (first, *crowd):
+    with ExitStack() as stack:
+        (subject,), (first,), crowd = (
+            stack.enter_context(started(each, transport)) for each in (["subject"], ["first"], names)
+        )
         # The first peer of all brings libraries, compiled loops and buffers with it.
         meet(subject, [first], role)
         subject.ask("usage", SETTLE_S)

@@ -290,7 +290,7 @@ def test_spans():
 
 
 def test_equal_layouts_at_other_addresses_share_their_parts():
-    (here,), (there,) = (describe(MODEL, EngineShape(1, 1, 16, 8), address) for address in (1 << 30, 3 << 30))
+    (here,), (there,) = (describe(MODEL, SHAPE, address) for address in (1 << 30, 3 << 30))
     one, other = sharing_parts(here), sharing_parts(there)
     assert (one, other) == (here, there)
     assert one.placements is other.placements
