@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.report.record import Summary, summary
@@ -78,9 +79,10 @@ class Figures:
         return self.num_good / seconds if seconds > 0 else 0.0
 
 
-def figures_of(outcomes: Iterable[Outcome], slo: Slo, begins_s: float, ends_s: float) -> Figures:
-    """Of those that arrived from `begins_s` to before `ends_s`."""
-    found = [each for each in outcomes if begins_s <= each.arrived_s < ends_s]
+def figures_of(outcomes: Sequence[Outcome], slo: Slo, begins_s: float, ends_s: float) -> Figures:
+    """Of those that arrived from `begins_s` to before `ends_s`; `outcomes` are in the order of their arrival."""
+    first, last = (bisect_left(outcomes, edge, key=lambda each: each.arrived_s) for edge in (begins_s, ends_s))
+    found = outcomes[first:last]
     answered = [each for each in found if each.is_answered]
     return Figures(
         begins_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvferry.errors import ConfigurationError
@@ -46,7 +46,13 @@ def _spread(low: int, high: int) -> list[int]:
     return sorted({low + round((high - low) * step / steps) for step in range(steps + 1)}) if steps else [low]
 
 
+def as_good(reports: Iterable[Report]) -> list[Report]:
+    """Those whose goodput is that of the best one, or next to it."""
+    found = list(reports)
+    most = max(report.figures.goodput for report in found)
+    return [report for report in found if report.figures.goodput >= most * (1 - AS_GOOD)]
+
+
 def _best(tried: dict[int, Report]) -> int:
-    most = max(report.figures.goodput for report in tried.values())
-    good = [number for number, report in tried.items() if report.figures.goodput >= most * (1 - AS_GOOD)]
-    return min(good, key=lambda number: (tried[number].resources[0].share, number))
+    best = min(as_good(tried.values()), key=lambda report: report.resources[0].share)
+    return best.result.setting.fleet.num_prefill

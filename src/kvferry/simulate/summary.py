@@ -41,10 +41,12 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`resources` are the scarcest first; shares are means over the time that counts."""
+    """`windows` are equal parts of the run. `resources` are the scarcest first; shares are means over the time that
+    counts."""
 
     result: Result
     figures: Figures
+    windows: tuple[Figures, ...]
     resources: tuple[Resource, ...]
     courses: tuple[Course, ...]
 
@@ -59,7 +61,8 @@ def report_of(result: Result) -> Report:
     limits = [begins_s, *(incident.begins_s for incident in incidents), ends_s]
     bounds = zip(limits, limits[1:], limits[2:], strict=False)
     courses = [_course(result, incident, around) for incident, around in zip(incidents, bounds, strict=True)]
-    return Report(result, figures, _resources(result, figures), tuple(courses))
+    windows = _windows(result.outcomes, result, 0.0, ends_s)
+    return Report(result, figures, tuple(windows), _resources(result, figures), tuple(courses))
 
 
 def _resources(result: Result, figures: Figures) -> tuple[Resource, ...]:
