@@ -68,7 +68,7 @@ class Steps:
 
 class Engine:
     """Belongs to one environment. `slow_s`: a longer step is counted as slow to each answer in it. `position` is where
-    it stands among those of its role, from 0 to less than 1."""
+    it stands among those of its role, from 0 to 1."""
 
     def __init__(self, env: simpy.Environment, instance: Instance, costs: EngineCosts, slow_s: float) -> None:
         self.instance, self.position, self.rack = instance, 0.0, 0
@@ -78,7 +78,7 @@ class Engine:
         self._prompts: deque[Work] = deque()
         self._waiting: deque[Work] = deque()
         self._answers: list[tuple[int, int, Work]] = []
-        self._serial = itertools.count()
+        self.serials = itertools.count()
         self._num_steps = self._context_tokens = self._num_kept = 0
         # Whose first token the next step writes.
         self._joined: list[Work] = []
@@ -221,7 +221,7 @@ class Engine:
             if not work.num_written:
                 self._joined.append(work)
             left = work.num_tokens - work.num_written
-            heapq.heappush(self._answers, (self._num_steps + left, next(self._serial), work))
+            heapq.heappush(self._answers, (self._num_steps + left, next(self.serials), work))
 
     def _ended(self, event: simpy.Event) -> None:
         if event is self._event and self._steps is not None:

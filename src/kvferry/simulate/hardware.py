@@ -26,7 +26,7 @@ class Hardware:
         for engine in self.engines.values():
             self.racks[engine.rack].append(engine)
         wires = setting.wires
-        rates = [wires.uplink_bytes_per_s or wires.link_bytes_per_s * max(len(rack), 1) for rack in self.racks]
+        rates = [wires.uplink_bytes_per_s or wires.link_bytes_per_s * len(rack) for rack in self.racks]
         self.network = Network(env, wires.cache, wires.link_bytes_per_s, rates)
         self.ended: dict[Incident, float] = {}
         self._env, self._times = env, setting.times
@@ -84,7 +84,9 @@ class Hardware:
     def _replace(self, engine: Engine) -> Process:
         """Drain it, end it, and start it anew. A host that dies meanwhile has another story."""
         engine.state = EngineState.DRAINING
-        yield engine.idle() | self._env.timeout(self._times.drain_s)
+        notice_s = min(self._times.notice_s, self._times.drain_s)
+        yield self._env.timeout(notice_s)
+        yield engine.idle() | self._env.timeout(self._times.drain_s - notice_s)
         if engine.state is not EngineState.DRAINING:
             return
         for work in engine.stop(EngineState.STOPPED):
@@ -94,13 +96,13 @@ class Hardware:
 
 
 def _engines(env: simpy.Environment, setting: Setting) -> list[Engine]:
-    """Prefill engines first. The n-th engine of a role lies so far through the racks as through its role, so that every
-    rack has its part of both."""
+    """Prefill engines first. Racks are filled with both roles side by side, so that each has its part of both."""
     found = []
     for role, number in ((Role.PREFILL, setting.fleet.num_prefill), (Role.DECODE, setting.fleet.num_decode)):
         for index in range(number):
-            instance, position = Instance(f"http://{role}-{index}", role), index / number
-            engine = Engine(env, instance, setting.costs, setting.slow_s)
-            engine.position, engine.rack = position, int(position * setting.fleet.num_racks)
+            engine = Engine(env, Instance(f"http://{role}-{index}", role), setting.costs, setting.slow_s)
+            engine.position = (index + 0.5) / number
             found.append(engine)
+    for place, engine in enumerate(sorted(found, key=lambda engine: engine.position)):
+        engine.rack = place // setting.fleet.per_rack
     return found

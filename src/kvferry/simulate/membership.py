@@ -32,7 +32,7 @@ HEARD = {
 
 
 class Membership:
-    """Belongs to one environment. `choice_s` is what the pool's choices have taken of real time, not of the virtual."""
+    """Belongs to one environment. `choice_s` is what the pool's choices have taken of a processor's time."""
 
     def __init__(self, env: simpy.Environment, setting: Setting, hardware: Hardware) -> None:
         urls = {role: tuple(e.instance.url for e in hardware.of_role(role)) for role in Role}
@@ -46,9 +46,9 @@ class Membership:
 
     def reserve(self, request: InstanceRequest) -> Reservation | SkipPrefill | Overloaded | NoInstance:
         """The pool's choice, timed."""
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         found = self.pool.reserve(request)
-        self.choice_s += time.perf_counter() - began_s
+        self.choice_s += time.process_time() - began_s
         self.num_choices += 1
         return found
 

@@ -59,11 +59,12 @@ class Wires:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long engines take to start, and at most to drain; how long a peer may be silent that a cache comes from; what
-    comes before `warm_up_s` is served and not counted."""
+    """How long engines take to start, and at most to drain, of which `notice_s` are for the router to notice; how long
+    a peer may be silent that a cache comes from; what comes before `warm_up_s` is served and not counted."""
 
     start_up_s: float = 30.0
-    drain_s: float = 60.0
+    drain_s: float = 30.0
+    notice_s: float = 3.0
     silence_s: float = Timing().silence_s
     warm_up_s: float = 0.0
 

@@ -57,10 +57,12 @@ def report_of(result: Result) -> Report:
     begins_s, ends_s = setting.times.warm_up_s, setting.duration_s
     figures = figures_of(result.outcomes, setting.slo, begins_s, ends_s)
     incidents = sorted(setting.incidents, key=lambda incident: incident.begins_s)
-    # An incident is looked at until the next one begins.
-    limits = [begins_s, *(incident.begins_s for incident in incidents), ends_s]
-    bounds = zip(limits, limits[1:], limits[2:], strict=False)
-    courses = [_course(result, incident, around) for incident, around in zip(incidents, bounds, strict=True)]
+    # An incident is looked at from the end of the one before until the next one begins.
+    nexts = [*(incident.begins_s for incident in incidents), ends_s][1:]
+    courses: list[Course] = []
+    for incident, next_s in zip(incidents, nexts, strict=True):
+        first_s = courses[-1].during.ends_s if courses else begins_s
+        courses.append(_course(result, incident, (first_s, incident.begins_s, next_s)))
     windows = _windows(result.outcomes, result, 0.0, ends_s)
     return Report(result, figures, tuple(windows), _resources(result, figures), tuple(courses))
 
@@ -98,15 +100,17 @@ def _course(result: Result, incident: Incident, around: tuple[float, float, floa
     if worse and worse[-1] is windows[-1]:
         recovery_s = math.inf
     ends_s = result.ended.get(incident, incident.ends_s)
-    over_s = min(max(begins_s + recovery_s, ends_s if _is_passing(incident, ends_s) else begins_s), last_s)
+    over_s = _over_s(incident, ends_s, recovery_s, last_s)
     met = [each for each in outcomes if begins_s <= each.ended_s and first_s <= each.arrived_s < over_s]
     during = replace(figures_of(met, slo, first_s, over_s), begins_s=begins_s)
     return Course(incident, ends_s, before, during, figures_of(outcomes, slo, over_s, last_s), recovery_s)
 
 
-def _is_passing(incident: Incident, ends_s: float) -> bool:
-    """Whether it has an end, in this run or later. What is there for good is over when nobody feels it any more."""
-    return math.isfinite(ends_s) or isinstance(incident, Rollout)
+def _over_s(incident: Incident, ends_s: float, recovery_s: float, last_s: float) -> float:
+    """When it is over, and everything as before; what is there for good, when nobody feels it any more."""
+    has_end = math.isfinite(ends_s) or isinstance(incident, Rollout)
+    begins_s = ends_s if not has_end and not recovery_s else incident.begins_s
+    return min(max(begins_s + recovery_s, ends_s if has_end else 0.0), last_s)
 
 
 def _windows(outcomes: Sequence[Outcome], result: Result, begins_s: float, ends_s: float) -> list[Figures]:

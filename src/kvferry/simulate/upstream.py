@@ -27,12 +27,16 @@ class Upstream:
     def __init__(
         self, env: simpy.Environment, arrival: Arrival, engine: Engine, progress: Callable[[int], None]
     ) -> None:
-        self.engine, self.event = engine, env.event()
+        self.engine, self.event, self._number = engine, env.event(), next(engine.serials)
         self.headers: Headers = []
         self._keeps = False
         self._env, self._cost, self._epoch = env, arrival.cost, engine.epoch
         self._watcher = Watcher(self._first, lambda: self._hear(Ended()), lambda: self._fail(RESET), progress)
         self._work = Work(0, 0, 0, self._watcher)
+
+    def __hash__(self) -> int:
+        """Sets of them have the same order in each run."""
+        return self._number
 
     @property
     def instance(self) -> Instance:

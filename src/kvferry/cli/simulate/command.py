@@ -48,7 +48,7 @@ class EngineOptions:
     max_sequences: Annotated[int, engines(min=1, help="Answers that an engine writes at a time.")] = 256
     cache_tokens: Annotated[int, engines(min=1, help="Tokens that the cache of an engine holds.")] = 1_000_000
     start_up: Annotated[float, engines(min=0.0, help="Seconds until a new engine is ready.")] = 30.0
-    drain: Annotated[float, engines(min=0.0, help="Seconds that an engine may drain in a rollout.")] = 60.0
+    drain: Annotated[float, engines(min=0.0, help="Seconds that an engine may drain in a rollout.")] = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,12 +53,12 @@ def _setting(setting: Setting) -> dict[str, Any]:
 
 def _effort(reports: Sequence[Report]) -> dict[str, Any]:
     """What the simulation itself took."""
-    wall_s = sum(report.result.wall_s for report in reports)
+    cpu_s = sum(report.result.cpu_s for report in reports)
     choice_s = sum(report.result.choice_s for report in reports)
     return {
-        "wall_s": round(wall_s, 3),
+        "cpu_s": round(cpu_s, 3),
         "router_choices": sum(report.result.num_choices for report in reports),
-        "router_choice_share": round(choice_s / wall_s, 3) if wall_s else 0.0,
+        "router_choice_share": round(choice_s / cpu_s, 3) if cpu_s else 0.0,
     }
 
 

@@ -14,6 +14,7 @@ from kvferry.cli import console
 from kvferry.cli.plan.shape import link_of
 from kvferry.cli.simulate.command import CacheOptions, EngineOptions, FleetOptions, LoadOptions, RouterOptions
 from kvferry.cli.simulate.facts import facts_of, ratio_facts
+from kvferry.cli.simulate.page.html import page
 from kvferry.cli.simulate.table import show, show_ratio
 from kvferry.connectors.step_cost import step_cost_named
 from kvferry.errors import ConfigurationError, choice_named
@@ -37,7 +38,7 @@ END_OF_TRACE_S = 1.0
 
 def simulate_fleet(options: FleetOptions, typed: str) -> None:
     """Simulate and print; `typed` is the command line. Raises ConfigurationError."""
-    page = console.page_file(options.page)
+    file = console.page_file(options.page)
     planned = _planned(options.load)
     setting = _setting(options, planned)
     arrivals = arrivals_of(planned, of_kind(setting.incidents, HotPrefix), options.load.seed)
@@ -50,10 +51,8 @@ def simulate_fleet(options: FleetOptions, typed: str) -> None:
             return
         report = report_of(simulate(setting, arrivals))
     facts = facts_of(report) | {"command": typed}
-    if page is not None:
-        from kvferry.cli.simulate.page import html
-
-        console.write_page(page, html.page(facts))
+    if file is not None:
+        console.write_page(file, page(facts))
     _print(options, facts)
 
 

@@ -12,19 +12,8 @@ from kvferry.cli.units import format_seconds
 
 Facts = Mapping[str, Any]
 TIMES = ("ttft\np50", "ttft\np99", "itl\np50", "itl\np99")
-COLUMNS = (
-    "requests",
-    "good",
-    "goodput",
-    "failed",
-    "retried",
-    "alone",
-    "recomputed",
-    "ttft p50",
-    "p99",
-    "itl p50",
-    "p99",
-)
+TIMES = ("ttft\np50", "ttft\np99", "itl\np50", "itl\np99")
+COLUMNS = ("requests", "good", "goodput", "failed", "re-\ntried", "decode\nalone", "recom-\nputed", *TIMES)
 
 
 def show(facts: Facts) -> None:
@@ -90,7 +79,7 @@ def recovery_words(incident: Facts) -> str:
 
 def _effort(facts: Facts) -> str:
     share = f"{facts['router_choice_share']:.0%} of it in {facts['router_choices']:,} choices of the router"
-    return f"simulated {facts['duration_s']:g} s in {facts['wall_s']:.1f} s, {share}"
+    return f"simulated {facts['duration_s']:g} s in {facts['cpu_s']:.1f} s of a processor, {share}"
 
 
 def _table(*names: str) -> Table:

@@ -9,6 +9,7 @@ from typing import Any
 from kvferry.bench.report.page import round_up
 
 LEFT, RIGHT, TOP, BOTTOM, WIDTH, HEIGHT = 56.0, 1130.0, 22.0, 170.0, 1184.0, 200.0
+USED, PERCENT = "used, %", 100.0
 NUM_STEPS = 4
 NUM_SECONDS = 6
 
@@ -87,7 +88,7 @@ def charts_of(facts: Mapping[str, Any]) -> list[Chart]:
             },
         ),
         drawn.chart(
-            "used, %",
+            USED,
             ends,
             {
                 "prefill engines compute": _percent(samples, "busy_prefill"),
@@ -124,7 +125,8 @@ class _Drawn:
     def chart(
         self, name: str, times: Sequence[float], curves: Mapping[str, Sequence[float]], limit: float | None = None
     ) -> Chart:
-        scale = Scale(self.duration_s, round_up(max(max(values, default=0.0) for values in curves.values())))
+        most = max(max(values, default=0.0) for values in curves.values())
+        scale = Scale(self.duration_s, PERCENT if name == USED else round_up(most))
         lines = [
             Line(word, colour, " ".join(f"{scale.x(at):.1f},{scale.y(value):.1f}" for at, value in pairs))
             for colour, (word, pairs) in enumerate(
