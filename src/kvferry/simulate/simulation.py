@@ -27,13 +27,12 @@ GRACE_S = 600.0
 @dataclass(frozen=True, slots=True)
 class Sample:
     """The fleet from the sample before until `at_s`: shares of the time in which engines of a role, and uplinks, were
-    busy; shares of places for answers that were taken; who waits. Of links and uplinks the busiest one counts."""
+    busy; shares of places for answers that were taken; who waits. Of uplinks the busiest one counts."""
 
     at_s: float
     busy_prefill: float
     busy_decode: float
     used_decode: float
-    busy_link: float
     busy_uplink: float
     num_waiting_prefill: int
     num_waiting_decode: int
@@ -42,13 +41,16 @@ class Sample:
 
 @dataclass(slots=True)
 class Result:
-    """`ended` says when incidents were over that have no time for that. `cpu_s` is a processor's time, of which
+    """`ended` says when incidents were over that have no time for that. Of all links and uplinks, the busiest one was
+    busy for a share of the run. `cpu_s` is a processor's time, of which
     `choice_s` were the router's choices."""
 
     setting: Setting
     outcomes: list[Outcome] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     ended: dict[Incident, float] = field(default_factory=dict)
+    busiest_link: float = 0.0
+    busiest_uplink: float = 0.0
     cpu_s: float = 0.0
     choice_s: float = 0.0
     num_choices: int = 0
@@ -61,7 +63,7 @@ def simulate(setting: Setting, arrivals: Sequence[Arrival]) -> Result:
     membership = Membership(env, setting, hardware)
     result = Result(setting)
     sampler = _Sampler(env, hardware, setting.duration_s / NUM_SAMPLES, result.samples)
-    env.process(sampler.run(setting.duration_s))
+    env.process(sampler.run(setting.duration_s, result))
     open_requests: list[simpy.Event] = []
 
     def arriving() -> Process:
@@ -89,10 +91,13 @@ class _Sampler:
         self._env, self._hardware, self._pause_s, self._samples = env, hardware, pause_s, samples
         self._before: dict[object, float] = {}
 
-    def run(self, until_s: float) -> Process:
+    def run(self, until_s: float, result: Result) -> Process:
         while self._env.now < until_s - self._pause_s / 2:
             yield self._env.timeout(self._pause_s)
             self._samples.append(self._sample())
+        network = self._hardware.network
+        result.busiest_link = max((link.busy_s for link in network.links), default=0.0) / until_s
+        result.busiest_uplink = max(link.busy_s for link in (*network.upwards, *network.downwards)) / until_s
 
     def _sample(self) -> Sample:
         hardware, network = self._hardware, self._hardware.network
@@ -102,7 +107,6 @@ class _Sampler:
             busy_prefill=_mean([self._busy(engine) for engine in prefill]),
             busy_decode=_mean([self._busy(engine) for engine in decode]),
             used_decode=_mean([engine.used_share for engine in decode]),
-            busy_link=max([self._busy(link) for link in network.links], default=0.0),
             busy_uplink=max([self._busy(link) for link in (*network.upwards, *network.downwards)]),
             num_waiting_prefill=sum(engine.num_waiting for engine in prefill),
             num_waiting_decode=sum(engine.num_waiting for engine in decode),

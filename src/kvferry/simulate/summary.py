@@ -73,8 +73,8 @@ def _resources(result: Result, figures: Figures) -> tuple[Resource, ...]:
     links = ("the busiest of the engines' links", "the busiest of the racks' uplinks")
     found = [
         Resource("decode places", _mean(samples, "used_decode"), "answers and their caches, of what an engine takes"),
-        Resource("engine link", _mean(samples, "busy_link"), f"{links[0]}: time in which it carries something"),
-        Resource("rack uplink", _mean(samples, "busy_uplink"), f"{links[1]}: time in which it carries something"),
+        Resource("engine link", result.busiest_link, f"{links[0]}: time in which it carries something"),
+        Resource("rack uplink", result.busiest_uplink, f"{links[1]}: time in which it carries something"),
     ]
     if setting.fleet.num_prefill:
         words = "time in which an engine computes, on average"
