@@ -92,7 +92,12 @@ def _setting(options: FleetOptions, planned: tuple[PlannedRequest, ...]) -> Sett
         slo=slo,
         duration_s=planned[-1].at_s + END_OF_TRACE_S if options.load.trace else options.load.duration,
         incidents=tuple(incident_named(text) for text in options.incident),
-        times=Times(options.engines.start_up, options.engines.drain, options.cache.silence, options.load.warm_up),
+        times=Times(
+            start_up_s=options.engines.start_up,
+            drain_s=options.engines.drain,
+            silence_s=options.cache.silence,
+            warm_up_s=options.load.warm_up,
+        ),
         routing=_routing(options.router),
     )
 
