@@ -8,11 +8,11 @@ import simpy
 
 from kvferry.bench.report.slo import Slo
 from kvferry.router.policy.records import Instance, RequestCost, Role
-from kvferry.simulate.costs import EngineCosts
-from kvferry.simulate.engine import Engine, Watcher, Work
+from kvferry.simulate.costs import CacheSize, EngineCosts
+from kvferry.simulate.fleet.engine import Engine
+from kvferry.simulate.fleet.work import Watcher, Work
 from kvferry.simulate.incidents import HotPrefix, incident_named, of_kind
 from kvferry.simulate.load import Arrival, Load, arrivals_of
-from kvferry.simulate.network import CacheSize
 from kvferry.simulate.settings import Fleet, Setting, Times, Wires
 from kvferry.simulate.simulation import simulate
 

@@ -11,9 +11,8 @@ import pytest
 from kvferry.bench.report.slo import ItlBy, Slo
 from kvferry.connectors.step_cost import step_cost_named
 from kvferry.router.policy.records import RequestCost
-from kvferry.simulate.costs import EngineCosts, points_of
+from kvferry.simulate.costs import CacheSize, EngineCosts, points_of
 from kvferry.simulate.load import Arrival
-from kvferry.simulate.network import CacheSize
 from kvferry.simulate.settings import Fleet, Setting, Wires
 from kvferry.simulate.simulation import simulate
 

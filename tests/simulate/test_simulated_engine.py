@@ -10,7 +10,7 @@ from fleet_support import COSTS, SEQUENCE_S, STEP_S, TOKEN_S, Observed
 from kvferry.connectors.step_cost import StepCost
 from kvferry.errors import ConfigurationError
 from kvferry.simulate.costs import EngineCosts, points_named, points_of
-from kvferry.simulate.engine import EngineState
+from kvferry.simulate.fleet.work import EngineState
 
 
 def decode_step_s(num_answers):

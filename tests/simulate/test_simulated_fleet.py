@@ -12,9 +12,9 @@ from kvferry.cli.server.http import NOTICE_S
 from kvferry.errors import ConfigurationError
 from kvferry.router.config import PrefillFallback
 from kvferry.router.policy.records import Limits, NoInstance, Overloaded
+from kvferry.simulate.fleet.network import Network
 from kvferry.simulate.incidents import FORMS, HotPrefix, incident_named, of_kind
 from kvferry.simulate.load import PREFIX_TOKENS, Load, arrivals_of
-from kvferry.simulate.network import Network
 from kvferry.simulate.outcome import Outcome
 from kvferry.simulate.ratio import find_ratio
 from kvferry.simulate.settings import Fleet, Routing, Times

@@ -6,7 +6,8 @@ import simpy
 from kvferry.errors import ConfigurationError
 from kvferry.plan.strategy.calibration import typical_device
 from kvferry.plan.strategy.cost_model import Counts, choose
-from kvferry.simulate.network import CacheSize, Network
+from kvferry.simulate.costs import CacheSize
+from kvferry.simulate.fleet.network import Network
 
 LINK = 10e9
 CACHE = CacheSize(100_000, rows_per_block=4)

@@ -1,4 +1,5 @@
-"""What an engine's steps cost: from a `StepCost`, or from times that somebody has measured. Pure."""
+"""What an engine's steps cost, from a `StepCost` or from times that somebody has measured, and what its caches weigh.
+Pure."""
 
 from __future__ import annotations
 
@@ -56,6 +57,28 @@ class EngineCosts:
     def room(self, num_answers: int) -> int:
         """Tokens of prompts in a step."""
         return max(self.chunk_tokens - self.answer_tokens * num_answers, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What is kept of a request: bytes for each token and of fixed size, in so many rows per block of a prompt."""
+
+    bytes_per_token: float
+    fixed_bytes: int = 0
+    rows_per_block: int = 1
+    block_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_token > 0 or self.fixed_bytes < 0:
+            raise ConfigurationError(
+                "a token must have bytes in the cache", found=f"{self.bytes_per_token:g}", expected="above 0"
+            )
+
+    def num_bytes(self, num_tokens: int) -> int:
+        return round(num_tokens * self.bytes_per_token) + self.fixed_bytes
+
+    def num_rows(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens) * self.rows_per_block + 1
 
 
 def points_of(step: StepCost) -> Points:

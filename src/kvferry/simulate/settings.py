@@ -11,9 +11,8 @@ from kvferry.router.config import PrefillFallback
 from kvferry.router.policy.balanced import balanced
 from kvferry.router.policy.records import NO_LIMITS, Limits, Policy
 from kvferry.session.timing import Timing
-from kvferry.simulate.costs import EngineCosts
+from kvferry.simulate.costs import CacheSize, EngineCosts
 from kvferry.simulate.incidents import Incident, check
-from kvferry.simulate.network import CacheSize
 
 MAX_ENGINES = 20_000
 

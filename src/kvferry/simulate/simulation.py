@@ -10,12 +10,12 @@ from typing import Any
 import simpy
 
 from kvferry.router.policy.records import Role
-from kvferry.simulate.conversation import Conversation
-from kvferry.simulate.hardware import Hardware
+from kvferry.simulate.fleet.hardware import Hardware
 from kvferry.simulate.incidents import Incident
 from kvferry.simulate.load import Arrival
-from kvferry.simulate.membership import Membership
 from kvferry.simulate.outcome import Outcome
+from kvferry.simulate.routing.conversation import Conversation
+from kvferry.simulate.routing.membership import Membership
 from kvferry.simulate.settings import Setting
 
 Process = Generator[simpy.Event, Any, None]

@@ -22,10 +22,9 @@ from kvferry.plan.description.model import CacheModel, bytes_per_token
 from kvferry.router.config import PrefillFallback
 from kvferry.router.policy.plugins import policy_named
 from kvferry.router.policy.records import Limits
-from kvferry.simulate.costs import EngineCosts, points_named, points_of
+from kvferry.simulate.costs import CacheSize, EngineCosts, points_named, points_of
 from kvferry.simulate.incidents import HotPrefix, incident_named, of_kind
 from kvferry.simulate.load import Load, arrivals_of
-from kvferry.simulate.network import CacheSize
 from kvferry.simulate.ratio import find_ratio
 from kvferry.simulate.settings import Fleet, Routing, Setting, Times, Wires
 from kvferry.simulate.simulation import simulate

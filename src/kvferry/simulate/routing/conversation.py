@@ -19,12 +19,12 @@ from kvferry.router.policy.records import Instance, RequestCost, Role, SkipPrefi
 from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.request_kind import RequestKind, kind_of
 from kvferry.router.upstream.failures import GONE, RESET
-from kvferry.simulate.hardware import Hardware
+from kvferry.simulate.fleet.hardware import Hardware
 from kvferry.simulate.load import Arrival
-from kvferry.simulate.membership import Membership
 from kvferry.simulate.outcome import Outcome
+from kvferry.simulate.routing.membership import Membership
+from kvferry.simulate.routing.upstream import Upstream
 from kvferry.simulate.settings import Setting
-from kvferry.simulate.upstream import Upstream
 
 Process = Generator[simpy.Event, Any, Any]
 REQUEST = parse_request(b'{"model": "simulated", "prompt": "simulated", "stream": true}', Endpoint.COMPLETIONS)

@@ -17,8 +17,8 @@ from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.fleet.probes import SHORTEST_PAUSE_S
 from kvferry.router.policy.records import NoInstance, Overloaded, Role, SkipPrefill
 from kvferry.router.telemetry.metrics import Metrics
-from kvferry.simulate.engine import EngineState
-from kvferry.simulate.hardware import Hardware
+from kvferry.simulate.fleet.hardware import Hardware
+from kvferry.simulate.fleet.work import EngineState
 from kvferry.simulate.settings import Setting
 
 Process = Generator[simpy.Event, Any, None]

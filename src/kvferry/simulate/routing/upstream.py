@@ -11,8 +11,9 @@ from kvferry.router.flow.outcomes import CACHE, CACHE_REASON
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.headers import Headers
 from kvferry.router.upstream.failures import CONNECT_TIMEOUT, MESSAGES, REFUSED, RESET
-from kvferry.simulate.engine import Engine, EngineState, Watcher, Work
-from kvferry.simulate.hardware import Hardware
+from kvferry.simulate.fleet.engine import Engine
+from kvferry.simulate.fleet.hardware import Hardware
+from kvferry.simulate.fleet.work import EngineState, Watcher, Work
 from kvferry.simulate.load import PREFIX_TOKENS, Arrival
 from kvferry.simulate.settings import Setting
 from kvferry.wire.messages import Reason

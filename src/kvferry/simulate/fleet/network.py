@@ -7,38 +7,15 @@ of which may begin at once: the two engines' own links, and, between racks, the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import simpy
 
-from kvferry.errors import ConfigurationError
 from kvferry.plan.strategy.calibration import typical_device
 from kvferry.plan.strategy.cost_model import Counts, choose
+from kvferry.simulate.costs import CacheSize
 
 # What sums of bytes are off by.
 NOTHING_S = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSize:
-    """What is kept of a request: bytes for each token and of fixed size, in so many rows per block of a prompt."""
-
-    bytes_per_token: float
-    fixed_bytes: int = 0
-    rows_per_block: int = 1
-    block_tokens: int = 16
-
-    def __post_init__(self) -> None:
-        if not self.bytes_per_token > 0 or self.fixed_bytes < 0:
-            raise ConfigurationError(
-                "a token must have bytes in the cache", found=f"{self.bytes_per_token:g}", expected="above 0"
-            )
-
-    def num_bytes(self, num_tokens: int) -> int:
-        return round(num_tokens * self.bytes_per_token) + self.fixed_bytes
-
-    def num_rows(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_tokens) * self.rows_per_block + 1
 
 
 class Link:

@@ -10,50 +10,16 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import simpy
 
 from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import Instance
 from kvferry.simulate.costs import EngineCosts
-
-
-class EngineState(StrEnum):
-    """What who asks it hears: READY and DRAINING serve, STOPPED refuses connections, SILENT says nothing at all."""
-
-    READY = "ready"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-    SILENT = "silent"
-
-
-@dataclass(frozen=True, slots=True)
-class Watcher:
-    """Who is told of work: its first token, that the last one is there, that it is lost, and tokens meanwhile."""
-
-    first: Callable[[], None]
-    ended: Callable[[], None]
-    lost: Callable[[], None]
-    progress: Callable[[int], None]
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """`left` tokens of a prompt are to be computed, then `num_tokens` of an answer written, of which the first one
-    comes with the end of the prompt. `context_tokens` are those that its steps read, on average.
-
-    `num_slow` steps of its own took longer than the engine's `slow_s`, after the first token.
-    """
-
-    left: int
-    num_tokens: int
-    context_tokens: int
-    watcher: Watcher
-    num_written: int = 0
-    num_slow: int = 0
+from kvferry.simulate.fleet.work import EngineState, Work
+from kvferry.simulate.load import PREFIX_TOKENS
 
 
 @dataclass(slots=True)
@@ -85,7 +51,7 @@ class Engine:
         self._steps: Steps | None = None
         self._event: simpy.Event | None = None
         self._idle: simpy.Event | None = None
-        self._cached = PrefixIndex()
+        self._cached = PrefixIndex(max(costs.cache_tokens // PREFIX_TOKENS, 1))
 
     @property
     def serves(self) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import simpy
 
 from kvferry.router.policy.records import Instance, Role
-from kvferry.simulate.engine import Engine, EngineState
+from kvferry.simulate.fleet.engine import Engine
+from kvferry.simulate.fleet.network import Network
+from kvferry.simulate.fleet.work import EngineState
 from kvferry.simulate.incidents import Incident, RackDies, Rollout, SlowLink
-from kvferry.simulate.network import Network
 from kvferry.simulate.settings import Setting
 
 Process = Generator[simpy.Event, Any, None]
