@@ -1,6 +1,7 @@
 """Every benchmark runs, and prints JSON that says on what machine: nobody wants to find out when a machine is there."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ SMALLEST = [
     "planner.py --repeats 1",
     "router.py --only kvferry --seconds 1 --settle-s 0.1",
     "router.py --only kvferry --seconds 1 --settle-s 0.1 --connections kept --parts latency",
+    "simulate_fleet.py --only 40 --extra '--duration 6 --warm-up 1 --rate 20'",
     "staging.py --mebibytes 1 --repeats 1 --row-bytes 256",
     "staging_index.py --repeats 1",
     "transports.py --mebibytes 1 --repeats 1",
@@ -38,7 +40,7 @@ DEADLINE_S = 240.0
 @pytest.mark.slow
 @pytest.mark.parametrize("words", SMALLEST, ids=[words.partition(" --repeats")[0] for words in SMALLEST])
 def test_it_runs_and_prints_json(words):
-    name, *arguments = words.split()
+    name, *arguments = shlex.split(words)
     command = [sys.executable, str(BENCHMARKS / name), *arguments]
     found = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert found.returncode == 0, found.stderr

@@ -17,6 +17,7 @@ from kvferry.cli.doctor.command import doctor
 from kvferry.cli.plan.command import plan
 from kvferry.cli.route.command import route
 from kvferry.cli.serve.command import serve
+from kvferry.cli.simulate.command import app as simulate
 from kvferry.cli.top.command import top
 from kvferry.cli.up.command import up
 from kvferry.errors import ConfigurationError
@@ -39,6 +40,7 @@ app.command()(top)
 app.command()(plan)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
+app.add_typer(simulate, name="simulate")
 
 
 @app.callback(invoke_without_command=True)

@@ -172,9 +172,15 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 def typed_words(context: typer.Context, without: tuple[str, ...]) -> str:
     """The command line without some of its options, quoted for a shell."""
-    words = ["kvferry", str(context.info_name)]
+    words = [str(context.info_name)]
+    # Without the program itself, which people call as they like.
+    parent = context.parent
+    while parent is not None and parent.parent is not None:
+        words.insert(0, str(parent.info_name))
+        parent = parent.parent
     for name, value in context.params.items():
         if name not in without and is_given(context, name):
             option = option_of(name)
-            words += [option] if value is True else [option, str(value)]
-    return shlex.join(words)
+            for each in value if isinstance(value, list) else [value]:
+                words += [option] if each is True else [option, str(each)]
+    return shlex.join(["kvferry", *words])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from kvferry.router.config import DEFAULT_POLICY, PolicySettings
@@ -280,20 +281,25 @@ class InstancePool:
         chosen = serving or (allowed if is_last else [])
         if role is Role.DECODE and (request.alone or not request.cost.is_divisible):
             chosen = self._computing(chosen, request.cost.is_divisible) or chosen
-        return tuple(self._load(state, request) for state in chosen)
+        # A prefill instance was asked for its own partner.
+        counts = role is request.role is Role.DECODE and request.cost.is_divisible
+        num_ready, num_blocked = self._partners() if counts else (1, Counter())
+        return tuple(self._load(state, request, num_ready - num_blocked[state.instance]) for state in chosen)
 
     def _computing(self, states: list[InstanceState], is_divisible: bool) -> list[InstanceState]:
         """Those that compute prompts. What only they can serve waits for one that is down."""
         able = [state for state in states if state.info.computes_prompts]
         return [state for state in able if state.can_serve(self.now)] if is_divisible else able
 
-    def _load(self, state: InstanceState, request: InstanceRequest) -> Load:
+    def _load(self, state: InstanceState, request: InstanceRequest, num_partners: int) -> Load:
         num_cached = self.prefixes.num_known(state.instance, request.cost.prefixes)
-        num_partners = 1
-        # A prefill instance was asked for its own partner.
-        if Role.PREFILL not in (state.instance.role, request.role) and request.cost.is_divisible:
-            num_partners = sum(self._is_compatible((one, state.instance)) for one in self.ready(Role.PREFILL))
         return state.load(request.cost, num_cached, num_partners, self.now)
+
+    def _partners(self) -> tuple[int, Counter[Instance]]:
+        """How many prefill instances are ready, and how many of them a decode instance must not be paired with."""
+        ready = set(self.ready(Role.PREFILL))
+        blocked = {pair for pair in self.pairs.not_closed(self.now) if not self.pairs.may_begin(pair, self.now)}
+        return len(ready), Counter(decode for prefill, decode in blocked | self.incompatible if prefill in ready)
 
     def _is_compatible(self, pair: Pair) -> bool:
         return pair not in self.incompatible and self.pairs.may_begin(pair, self.now)

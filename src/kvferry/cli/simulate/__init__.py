@@ -1,0 +1,1 @@
+"""`kvferry simulate fleet`: options, a table, JSON, and a page."""

@@ -1,0 +1,1 @@
+"""The page of a simulated fleet: facts in, one HTML file out."""

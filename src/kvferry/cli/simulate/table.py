@@ -1,0 +1,107 @@
+"""The figures of a simulated fleet as tables on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.cli.units import format_seconds
+
+Facts = Mapping[str, Any]
+TIMES = ("ttft\np50", "ttft\np99", "itl\np50", "itl\np99")
+TIMES = ("ttft\np50", "ttft\np99", "itl\np50", "itl\np99")
+COLUMNS = ("requests", "good", "goodput", "failed", "re-\ntried", "decode\nalone", "recom-\nputed", *TIMES)
+
+
+def show(facts: Facts) -> None:
+    """One table: a row for the run, and three for each incident; then what is scarce."""
+    out = Console(highlight=False, markup=False)
+    table = _table("", *COLUMNS)
+    table.add_row("all", *_cells(facts["figures"]))
+    for number, incident in enumerate(facts["incidents"], 1):
+        table.add_section()
+        for name in ("before", "during", "after"):
+            if incident[name]["requests"]:
+                table.add_row(f"{number}: {name}", *_cells(incident[name]))
+    _print(out, table)
+    for line in lines_of(facts):
+        out.print(line, soft_wrap=True)
+
+
+def show_ratio(facts: Facts) -> None:
+    """A row for each fleet that was tried."""
+    out = Console(highlight=False, markup=False)
+    table = _table("prefill", "decode", "good", "goodput", "ttft p99", "itl p50", "scarcest")
+    for row in facts["tried"]:
+        scarcest = f"{row['scarcest']['name']} {row['scarcest']['share']:.0%}"
+        times = format_seconds(row["p99_ttft_s"]), format_seconds(row["median_itl_s"])
+        is_best = row["num_prefill"] == facts["best"]["num_prefill"]
+        cells = str(row["num_prefill"]), str(row["num_decode"]), f"{row['good_share']:.1%}", f"{row['goodput']:.4g}/s"
+        table.add_row(*cells, *times, scarcest, style="bold" if is_best else None)
+    _print(out, table)
+    best = facts["best"]
+    out.print(
+        f"best: {best['num_prefill']} prefill and {best['num_decode']} decode engines, {best['goodput']:.4g} good "
+        f"requests/s, {best['good_share']:.1%} of all",
+        soft_wrap=True,
+    )
+    if len(facts["as_good"]) > 1:
+        low, high = min(facts["as_good"]), max(facts["as_good"])
+        out.print(
+            f"{len(facts['as_good'])} of those tried, from {low} to {high} prefill engines, are as good: this one has "
+            "the most left of what is the scarcest; a higher --rate tells them apart",
+            soft_wrap=True,
+        )
+    out.print(_effort(facts), soft_wrap=True)
+
+
+def lines_of(facts: Facts) -> list[str]:
+    """What the figures say, in sentences."""
+    first, *others = facts["resources"]
+    rest = ", ".join(f"{resource['name']} {resource['share']:.0%}" for resource in others)
+    lines = [f"scarcest: {first['name']}, {first['share']:.0%} ({first['words']}); then {rest}"]
+    numbered = enumerate(facts["incidents"], 1)
+    lines += [f"{number}: {incident['words']}: {recovery_words(incident)}" for number, incident in numbered]
+    return [*lines, _effort(facts)]
+
+
+def recovery_words(incident: Facts) -> str:
+    """How long until everything was as before."""
+    if incident["recovery_s"] is None:
+        return "not back to normal at the end"
+    if not incident["recovery_s"]:
+        return "no window had clearly fewer good requests than before"
+    return f"back to normal {incident['recovery_s']:.0f} s after it began"
+
+
+def _effort(facts: Facts) -> str:
+    share = f"{facts['router_choice_share']:.0%} of it in {facts['router_choices']:,} choices of the router"
+    return f"simulated {facts['duration_s']:g} s in {facts['cpu_s']:.1f} s of a processor, {share}"
+
+
+def _table(*names: str) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    for number, name in enumerate(names):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _print(out: Console, table: Table) -> None:
+    """Of any width, rather than with figures that are cut."""
+    width = Console(width=1000).measure(table).maximum
+    Console(width=max(out.width, width), highlight=False, markup=False).print(table)
+
+
+def _cells(figures: Facts) -> tuple[str, ...]:
+    times = (figures[f"{part}_{name}_s"] for name in ("ttft", "itl") for part in ("median", "p99"))
+    counts = (f"{figures[name]:,}" for name in ("failed", "retried", "decode_alone", "recomputed"))
+    return (
+        f"{figures['requests']:,}",
+        f"{figures['good_share']:.1%}",
+        f"{figures['goodput']:.4g}/s",
+        *counts,
+        *map(format_seconds, times),
+    )

@@ -1,0 +1,111 @@
+"""What an engine's steps cost, from a `StepCost` or from times that somebody has measured, and what its caches weigh.
+Pure."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvferry.connectors.step_cost import UNITS_S, StepCost
+from kvferry.errors import ConfigurationError
+
+Points = tuple[tuple[int, float], ...]
+EXAMPLE = "such as 1=8ms,32=10ms,128=18ms: answers in the batch, and what a step takes"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """`token_s` to compute a token of a prompt. A step with so many answers takes the seconds of `points`, in a
+    straight line between two of them and beyond the last, and `context_s` more for each token of their contexts.
+    `overlap` is that of `StepCost`.
+
+    A step computes `chunk_tokens` tokens, of which each answer takes `answer_tokens`. An engine writes `max_answers`
+    answers at a time whose contexts have `cache_tokens` tokens in all; others wait.
+    """
+
+    token_s: float
+    points: Points
+    overlap: float = 0.0
+    context_s: float = 0.0
+    chunk_tokens: int = 2048
+    answer_tokens: int = 1
+    max_answers: int = 256
+    cache_tokens: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "answer_tokens", "max_answers", "cache_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be positive", found=str(getattr(self, name)), expected=">= 1")
+        if not self.token_s + self.reading_s(1, 1) > 0 or not self.reading_s(1, 1) > 0 or not self.token_s > 0:
+            raise ConfigurationError(
+                "a step must take time",
+                found=f"token={self.token_s:g}s, {self.reading_s(1, 1):g}s for a step of one answer",
+                expected="times above 0 for a token of a prompt and for a step",
+            )
+
+    def reading_s(self, num_answers: int, context_tokens: int) -> float:
+        """A step without prompts."""
+        return _interpolated(self.points, num_answers) + context_tokens * self.context_s
+
+    def seconds(self, num_tokens: int, num_answers: int, context_tokens: int) -> float:
+        """A step that computes tokens of prompts, and the next one of each answer."""
+        reading_s = self.reading_s(num_answers, context_tokens)
+        return StepCost(self.token_s, reading_s, 0.0, self.overlap).seconds(num_tokens, 0)
+
+    def room(self, num_answers: int) -> int:
+        """Tokens of prompts in a step."""
+        return max(self.chunk_tokens - self.answer_tokens * num_answers, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What is kept of a request: bytes for each token and of fixed size, in so many rows per block of a prompt."""
+
+    bytes_per_token: float
+    fixed_bytes: int = 0
+    rows_per_block: int = 1
+    block_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_token > 0 or self.fixed_bytes < 0:
+            raise ConfigurationError(
+                "a token must have bytes in the cache", found=f"{self.bytes_per_token:g}", expected="above 0"
+            )
+
+    def num_bytes(self, num_tokens: int) -> int:
+        return round(num_tokens * self.bytes_per_token) + self.fixed_bytes
+
+    def num_rows(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens) * self.rows_per_block + 1
+
+
+def points_of(step: StepCost) -> Points:
+    """The straight line that a `StepCost` is."""
+    return ((0, step.step_s), (1, step.step_s + step.sequence_s))
+
+
+def points_named(text: str) -> Points:
+    """`1=8ms,32=10ms,128=18ms`, by ascending numbers of answers. Raises ConfigurationError."""
+    points = []
+    for word in text.split(","):
+        found = re.fullmatch(r"(\d{1,6})=(\d+(?:\.\d+)?)(us|ms|s)", word.strip(), re.ASCII)
+        if found is None:
+            raise ConfigurationError("invalid times of decode steps", found=word.strip() or text, expected=EXAMPLE)
+        points.append((int(found[1]), float(found[2]) * UNITS_S[found[3]]))
+    numbers = [number for number, _ in points]
+    if numbers != sorted(set(numbers)):
+        raise ConfigurationError("the numbers of answers must ascend", found=text, expected=EXAMPLE)
+    if any(later[1] < sooner[1] for sooner, later in pairwise(points)):
+        raise ConfigurationError("a step with more answers cannot take less", found=text, expected=EXAMPLE)
+    return tuple(points)
+
+
+def _interpolated(points: Points, number: int) -> float:
+    """Below the first point its seconds."""
+    if number <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    right = min(bisect_right(points, number, key=lambda point: point[0]), len(points) - 1)
+    (low, low_s), (high, high_s) = points[right - 1], points[right]
+    return low_s + (high_s - low_s) * (number - low) / (high - low)

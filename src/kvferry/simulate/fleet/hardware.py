@@ -1,0 +1,109 @@
+"""The engines of a fleet in their racks, the links between them, and what incidents do to both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from typing import Any
+
+import simpy
+
+from kvferry.router.policy.records import Instance, Role
+from kvferry.simulate.fleet.engine import Engine
+from kvferry.simulate.fleet.network import Network
+from kvferry.simulate.fleet.work import EngineState
+from kvferry.simulate.incidents import Incident, RackDies, Rollout, SlowLink
+from kvferry.simulate.settings import Setting
+
+Process = Generator[simpy.Event, Any, None]
+
+
+class Hardware:
+    """Belongs to one environment. `ended` says when the incidents were over that have no time for that."""
+
+    def __init__(self, env: simpy.Environment, setting: Setting) -> None:
+        self.engines = {engine.instance: engine for engine in _engines(env, setting)}
+        self.racks: list[list[Engine]] = [[] for _ in range(setting.fleet.num_racks)]
+        for engine in self.engines.values():
+            self.racks[engine.rack].append(engine)
+        wires = setting.wires
+        rates = [wires.uplink_bytes_per_s or wires.link_bytes_per_s * len(rack) for rack in self.racks]
+        self.network = Network(env, wires.cache, wires.link_bytes_per_s, rates)
+        self.ended: dict[Incident, float] = {}
+        self._env, self._times = env, setting.times
+        for incident in setting.incidents:
+            env.process(self._happens(incident))
+
+    def of_role(self, role: Role) -> list[Engine]:
+        return [engine for engine in self.engines.values() if engine.instance.role is role]
+
+    def _happens(self, incident: Incident) -> Process:
+        yield self._env.timeout(incident.begins_s)
+        match incident:
+            case RackDies():
+                yield from self._die(incident)
+            case SlowLink():
+                yield from self._slow(incident)
+            case Rollout():
+                yield from self._roll_out(incident)
+                self.ended[incident] = self._env.now
+
+    def _die(self, incident: RackDies) -> Process:
+        lost = [work for engine in self.racks[incident.rack] for work in engine.stop(EngineState.SILENT)]
+        if incident.ends_s < math.inf:
+            yield self._env.timeout(incident.ends_s - incident.begins_s)
+            # Hosts that are back say that nobody listens, until their engines have started.
+            for engine in self.racks[incident.rack]:
+                engine.state = EngineState.STOPPED
+            for work in lost:
+                work.watcher.lost()
+            yield self._env.timeout(self._times.start_up_s)
+            for engine in self.racks[incident.rack]:
+                engine.start()
+
+    def _slow(self, incident: SlowLink) -> Process:
+        links = self.network.upwards[incident.rack], self.network.downwards[incident.rack]
+        for link in links:
+            link.set_share(incident.share)
+        if incident.ends_s < math.inf:
+            yield self._env.timeout(incident.ends_s - incident.begins_s)
+            for link in links:
+                link.set_share(1.0)
+
+    def _roll_out(self, incident: Rollout) -> Process:
+        # Both roles side by side.
+        waiting = sorted(self.engines.values(), key=lambda engine: engine.position)
+
+        def replace() -> Process:
+            while waiting:
+                engine = waiting.pop(0)
+                if engine.state is EngineState.READY:
+                    yield from self._replace(engine)
+
+        yield self._env.all_of([self._env.process(replace()) for _ in range(incident.at_once)])
+
+    def _replace(self, engine: Engine) -> Process:
+        """Drain it, end it, and start it anew. A host that dies meanwhile has another story."""
+        engine.state = EngineState.DRAINING
+        notice_s = min(self._times.notice_s, self._times.drain_s)
+        yield self._env.timeout(notice_s)
+        yield engine.idle() | self._env.timeout(self._times.drain_s - notice_s)
+        if engine.state is not EngineState.DRAINING:
+            return
+        for work in engine.stop(EngineState.STOPPED):
+            work.watcher.lost()
+        yield self._env.timeout(self._times.start_up_s)
+        engine.start()
+
+
+def _engines(env: simpy.Environment, setting: Setting) -> list[Engine]:
+    """Prefill engines first. Racks are filled with both roles side by side, so that each has its part of both."""
+    found = []
+    for role, number in ((Role.PREFILL, setting.fleet.num_prefill), (Role.DECODE, setting.fleet.num_decode)):
+        for index in range(number):
+            engine = Engine(env, Instance(f"http://{role}-{index}", role), setting.costs, setting.slow_s)
+            engine.position = (index + 0.5) / number
+            found.append(engine)
+    for place, engine in enumerate(sorted(found, key=lambda engine: engine.position)):
+        engine.rack = place // setting.fleet.per_rack
+    return found

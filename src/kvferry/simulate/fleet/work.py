@@ -1,0 +1,42 @@
+"""What an engine is given to do, whom it tells of that, and what it says to who asks it: plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EngineState(StrEnum):
+    """What who asks it hears: READY and DRAINING serve, STOPPED refuses connections, SILENT says nothing at all."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    SILENT = "silent"
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """Who is told of work: its first token, that the last one is there, that it is lost, and tokens meanwhile."""
+
+    first: Callable[[], None]
+    ended: Callable[[], None]
+    lost: Callable[[], None]
+    progress: Callable[[int], None]
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """`left` tokens of a prompt are to be computed, then `num_tokens` of an answer written, of which the first one
+    comes with the end of the prompt. `context_tokens` are those that its steps read, on average.
+
+    `num_slow` steps of its own took longer than the engine's `slow_s`, after the first token.
+    """
+
+    left: int
+    num_tokens: int
+    context_tokens: int
+    watcher: Watcher
+    num_written: int = 0
+    num_slow: int = 0

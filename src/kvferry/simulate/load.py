@@ -1,0 +1,104 @@
+"""Which requests come when: a Poisson process or a trace, and a beginning that is suddenly in many of them. Pure but
+for the dice, which are seeded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from kvferry.bench.load.workload import Lengths, Piece, PlannedRequest, Prompt, Synthetic, synthetic
+from kvferry.errors import ConfigurationError
+from kvferry.router.policy.records import RequestCost
+from kvferry.simulate.incidents import HotPrefix
+
+# What the router names of a prompt of text: a beginning for each KiB, at most so many (router/request/prompt_cost.py).
+PREFIX_TOKENS = 256
+MAX_PREFIXES = 64
+MAX_REQUESTS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A Poisson process of `rate` requests/s for `duration_s` seconds. Lengths are in tokens. With `prefix_tokens`
+    above 0 every prompt begins with one of `num_prefixes` shared beginnings of that length, which is added to it."""
+
+    rate: float
+    duration_s: float
+    prompt: Lengths
+    output: Lengths
+    seed: int = 0
+    prefix_tokens: int = 0
+    num_prefixes: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.rate > 0 and self.duration_s > 0 and self.rate * self.duration_s <= MAX_REQUESTS):
+            raise ConfigurationError(
+                "nothing to simulate, or too much",
+                found=f"{self.rate:g} requests/s for {self.duration_s:g} s",
+                expected=f"a rate and a duration above 0, and at most {MAX_REQUESTS:,} requests",
+            )
+
+    def requests(self) -> tuple[PlannedRequest, ...]:
+        """The same seed has the same requests."""
+        chooser, at, times = random.Random(self.seed), 0.0, []
+        while (at := at + chooser.expovariate(self.rate)) < self.duration_s:
+            times.append(at)
+        if not times:
+            raise ConfigurationError(
+                "no request comes in this time",
+                found=f"{self.rate:g} requests/s for {self.duration_s:g} s",
+                expected="a longer --duration, or a higher --rate",
+            )
+        words = len(times), self.prompt, self.output, self.seed, self.prefix_tokens, self.num_prefixes
+        return synthetic(Synthetic(*words), tuple(times))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request as the router sees it, and when."""
+
+    at_s: float
+    cost: RequestCost
+
+    @property
+    def output_tokens(self) -> int:
+        return self.cost.new_tokens
+
+
+def arrivals_of(planned: Sequence[PlannedRequest], hot: Iterable[HotPrefix], seed: int) -> tuple[Arrival, ...]:
+    """Their costs; a part of them has a hot beginning in place of its own."""
+    chooser, incidents = random.Random(f"{seed}/hot"), tuple(hot)
+    return tuple(_arrival(each, incidents, chooser) for each in planned)
+
+
+def _arrival(each: PlannedRequest, hot: tuple[HotPrefix, ...], chooser: random.Random) -> Arrival:
+    prompt, drawn = each.prompt, chooser.random()
+    for incident in hot:
+        if incident.begins_s <= each.at_s < incident.ends_s and drawn < incident.share:
+            prompt = _beginning(prompt, incident)
+            break
+    tokens = prompt.num_tokens
+    return Arrival(each.at_s, RequestCost(tokens, each.output_tokens, _names(prompt), PREFIX_TOKENS))
+
+
+def _beginning(prompt: Prompt, incident: HotPrefix) -> Prompt:
+    """Its length stays as it is."""
+    hot = Piece(f"hot/{incident.begins_s}", min(incident.num_tokens, prompt.num_tokens))
+    rest = Piece(f"{prompt.pieces[-1].name}/rest", prompt.num_tokens - hot.num_tokens)
+    return Prompt((hot, rest) if rest.num_tokens else (hot,))
+
+
+def _names(prompt: Prompt) -> tuple[int, ...]:
+    """One for each so many tokens: what is equal up to there has equal ones."""
+    names, text = [], ""
+    number = min(prompt.num_tokens // PREFIX_TOKENS, MAX_PREFIXES)
+    pieces, ends = iter(prompt.pieces), 0
+    for name in range(number):
+        while ends < (name + 1) * PREFIX_TOKENS:
+            piece = next(pieces)
+            text, ends = f"{text}/{piece.name}", ends + piece.num_tokens
+        digest = blake2b(f"{text} {name}".encode(), digest_size=8).digest()
+        names.append(int.from_bytes(digest))
+    return tuple(names)

@@ -1,0 +1,98 @@
+"""What became of requests, and how busy a fleet was, as figures. Pure."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.bench.report.record import Summary, summary
+from kvferry.bench.report.slo import ItlBy, Slo
+
+# Of the gaps of an answer, if its time between tokens is judged by their 99th percentile.
+MAX_SLOW_SHARE = 0.01
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of one request; times are of the virtual clock, and infinite for what has not happened. `failure` is empty where
+    the answer was whole. `num_slow` gaps were longer than the limit."""
+
+    arrived_s: float
+    prompt_tokens: int
+    output_tokens: int
+    first_s: float = math.inf
+    last_s: float = math.inf
+    ended_s: float = math.inf
+    num_slow: int = 0
+    num_retries: int = 0
+    is_alone: bool = False
+    is_recomputed: bool = False
+    failure: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.arrived_s
+
+    @property
+    def itl_s(self) -> float:
+        """The mean time between tokens; 0 for answers of one."""
+        return (self.last_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+    @property
+    def is_answered(self) -> bool:
+        return math.isfinite(self.last_s) and not self.failure
+
+    def meets(self, slo: Slo) -> bool:
+        """Whether it was answered, whole and within the limits."""
+        if not self.is_answered:
+            return False
+        is_steady = self.itl_s <= slo.itl_s
+        if slo.itl_by is ItlBy.P99:
+            is_steady = self.num_slow <= MAX_SLOW_SHARE * (self.output_tokens - 1)
+        return self.ttft_s <= slo.ttft_s and is_steady and self.last_s - self.arrived_s <= slo.e2el_s
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of the requests that arrived in a time. `good_share` is that of those within the limits, `goodput` their rate."""
+
+    begins_s: float
+    ends_s: float
+    num_requests: int
+    num_good: int
+    num_failed: int
+    num_retried: int
+    num_alone: int
+    num_recomputed: int
+    ttft_s: Summary
+    itl_s: Summary
+
+    @property
+    def good_share(self) -> float:
+        return self.num_good / self.num_requests if self.num_requests else 0.0
+
+    @property
+    def goodput(self) -> float:
+        seconds = self.ends_s - self.begins_s
+        return self.num_good / seconds if seconds > 0 else 0.0
+
+
+def figures_of(outcomes: Sequence[Outcome], slo: Slo, begins_s: float, ends_s: float) -> Figures:
+    """Of those that arrived from `begins_s` to before `ends_s`; `outcomes` are in the order of their arrival."""
+    first, last = (bisect_left(outcomes, edge, key=lambda each: each.arrived_s) for edge in (begins_s, ends_s))
+    found = outcomes[first:last]
+    answered = [each for each in found if each.is_answered]
+    return Figures(
+        begins_s,
+        ends_s,
+        num_requests=len(found),
+        num_good=sum(each.meets(slo) for each in found),
+        num_failed=len(found) - len(answered),
+        num_retried=sum(each.num_retries > 0 for each in found),
+        num_alone=sum(each.is_alone for each in found),
+        num_recomputed=sum(each.is_recomputed for each in found),
+        ttft_s=summary([each.ttft_s for each in answered]),
+        itl_s=summary([each.itl_s for each in answered if each.output_tokens > 1]),
+    )

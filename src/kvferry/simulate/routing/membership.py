@@ -1,0 +1,88 @@
+"""What the router knows of the fleet: its real pool of instances, with its real policy and breakers, on the virtual
+clock, and rounds of probes as its prober makes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from typing import Any
+
+import simpy
+from msgspec.structs import replace
+
+from kvferry.router.config import PolicySettings, RouterConfig
+from kvferry.router.fleet.engine_info import EngineInfo
+from kvferry.router.fleet.instance import InstanceRequest, InstanceState, ProbeResult, Reservation
+from kvferry.router.fleet.instance_pool import InstancePool
+from kvferry.router.fleet.probes import SHORTEST_PAUSE_S
+from kvferry.router.policy.records import NoInstance, Overloaded, Role, SkipPrefill
+from kvferry.router.telemetry.metrics import Metrics
+from kvferry.simulate.fleet.hardware import Hardware
+from kvferry.simulate.fleet.work import EngineState
+from kvferry.simulate.settings import Setting
+
+Process = Generator[simpy.Event, Any, None]
+# What a probe hears, and what it is called in the log.
+HEARD = {
+    EngineState.READY: (ProbeResult.READY, "it is ready"),
+    EngineState.DRAINING: (ProbeResult.UNREADY, "it is draining"),
+    EngineState.STOPPED: (ProbeResult.DOWN, "its probe failed (refused)"),
+    EngineState.SILENT: (ProbeResult.SILENT, "its probe failed (deadline)"),
+}
+
+
+class Membership:
+    """Belongs to one environment. `choice_s` is what the pool's choices have taken of a processor's time."""
+
+    def __init__(self, env: simpy.Environment, setting: Setting, hardware: Hardware) -> None:
+        urls = {role: tuple(e.instance.url for e in hardware.of_role(role)) for role in Role}
+        self.config = RouterConfig(urls[Role.PREFILL], urls[Role.DECODE], prefill_fallback=setting.routing.fallback)
+        settings = PolicySettings(setting.routing.policy, setting.routing.limits, lambda: float(env.now))
+        self.pool = InstancePool(self.config.instances, Metrics(), settings)
+        self.choice_s, self.num_choices = 0.0, 0
+        self._env, self._hardware = env, hardware
+        self._probe_all()
+        env.process(self._probing())
+
+    def reserve(self, request: InstanceRequest) -> Reservation | SkipPrefill | Overloaded | NoInstance:
+        """The pool's choice, timed."""
+        began_s = time.process_time()
+        found = self.pool.reserve(request)
+        self.choice_s += time.process_time() - began_s
+        self.num_choices += 1
+        return found
+
+    def _probing(self) -> Process:
+        """Rounds as `router.fleet.probes.Prober` has them: at each interval, and soon when a request has failed."""
+        while True:
+            due_s = self._env.now + self.config.probe_interval_s
+            while self._env.now < due_s and not self.pool.probe_requested.is_set():
+                yield self._env.timeout(SHORTEST_PAUSE_S)
+            self.pool.probe_requested.clear()
+            if silent := self._probe_all():
+                yield self._env.timeout(self.config.probe_timeout_s)
+                for state in silent:
+                    self._hear(state)
+                    self.pool.end_requests_if_down(state.instance)
+            yield self._env.timeout(SHORTEST_PAUSE_S)
+
+    def _probe_all(self) -> list[InstanceState]:
+        """All instances at the same time; those that do not answer at once."""
+        silent = []
+        for state in self.pool.probed_states:
+            if self._hardware.engines[state.instance].state is EngineState.SILENT:
+                silent.append(state)
+            else:
+                self._hear(state)
+        return silent
+
+    def _hear(self, state: InstanceState) -> None:
+        engine = self._hardware.engines[state.instance]
+        result, words = HEARD[engine.state]
+        epoch = str(engine.epoch)
+        if engine.serves and (not state.healthy or state.info.epoch != epoch):
+            self.pool.introduce(state.instance, replace(INFO, epoch=epoch))
+        self.pool.probed(state.instance, result, words)
+
+
+INFO = EngineInfo(engine="kvferry", cache="simulated", wire_version="simulated", models=("simulated",))

@@ -1,0 +1,121 @@
+"""A run in figures: of all its requests, of the times around each incident, and of what is the scarcest. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from kvferry.simulate.incidents import Incident, Rollout
+from kvferry.simulate.outcome import Figures, Outcome, figures_of
+from kvferry.simulate.simulation import Result, Sample
+
+# A time is as good as before with so much less of a share of good requests.
+TOLERANCE = 0.05
+# So many parts of a run are looked at, to see when it is as good as before.
+NUM_WINDOWS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """What may be scarce, and which part of it is used: 1 is all of it. `words` say of what that is a part."""
+
+    name: str
+    share: float
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The figures before an incident, until it is over and everything is as before, and after that. `recovery_s` is
+    how long that took from its beginning: 0 where nothing was ever worse, infinite where the end was still worse."""
+
+    incident: Incident
+    ends_s: float
+    before: Figures
+    during: Figures
+    after: Figures
+    recovery_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`windows` are equal parts of the run. `resources` are the scarcest first; shares are means over the time that
+    counts."""
+
+    result: Result
+    figures: Figures
+    windows: tuple[Figures, ...]
+    resources: tuple[Resource, ...]
+    courses: tuple[Course, ...]
+
+
+def report_of(result: Result) -> Report:
+    """Of what arrived after the warm-up."""
+    setting = result.setting
+    begins_s, ends_s = setting.times.warm_up_s, setting.duration_s
+    figures = figures_of(result.outcomes, setting.slo, begins_s, ends_s)
+    incidents = sorted(setting.incidents, key=lambda incident: incident.begins_s)
+    # An incident is looked at from the end of the one before until the next one begins.
+    nexts = [*(incident.begins_s for incident in incidents), ends_s][1:]
+    courses: list[Course] = []
+    for incident, next_s in zip(incidents, nexts, strict=True):
+        first_s = courses[-1].during.ends_s if courses else begins_s
+        courses.append(_course(result, incident, (first_s, incident.begins_s, next_s)))
+    windows = _windows(result.outcomes, result, 0.0, ends_s)
+    return Report(result, figures, tuple(windows), _resources(result, figures), tuple(courses))
+
+
+def _resources(result: Result, figures: Figures) -> tuple[Resource, ...]:
+    setting = result.setting
+    samples = [sample for sample in result.samples if sample.at_s > setting.times.warm_up_s]
+    links = ("the busiest of the engines' links", "the busiest of the racks' uplinks")
+    found = [
+        Resource("decode places", _mean(samples, "used_decode"), "answers and their caches, of what an engine takes"),
+        Resource("engine link", result.busiest_link, f"{links[0]}: time in which it carries something"),
+        Resource("rack uplink", result.busiest_uplink, f"{links[1]}: time in which it carries something"),
+    ]
+    if setting.fleet.num_prefill:
+        words = "time in which an engine computes, on average"
+        found.append(Resource("prefill engines", _mean(samples, "busy_prefill"), words))
+    if math.isfinite(setting.slo.itl_s) and figures.itl_s.mean:
+        share = figures.itl_s.mean / setting.slo.itl_s
+        found.append(Resource("decode steps", share, "mean time between tokens, of its limit"))
+    return tuple(sorted(found, key=lambda each: -each.share))
+
+
+def _mean(samples: Sequence[Sample], name: str) -> float:
+    return sum(getattr(sample, name) for sample in samples) / len(samples) if samples else 0.0
+
+
+def _course(result: Result, incident: Incident, around: tuple[float, float, float]) -> Course:
+    """Between the incident before and the next one. Who was there when it began has met it."""
+    slo, outcomes = result.setting.slo, result.outcomes
+    first_s, begins_s, last_s = around
+    before = figures_of([each for each in outcomes if each.ended_s < begins_s], slo, first_s, begins_s)
+    windows = _windows(outcomes, result, begins_s, last_s)
+    worse = [window for window in windows if window.num_requests and window.good_share < before.good_share - TOLERANCE]
+    recovery_s = max((window.ends_s for window in worse), default=begins_s) - begins_s
+    if worse and worse[-1] is windows[-1]:
+        recovery_s = math.inf
+    ends_s = result.ended.get(incident, incident.ends_s)
+    over_s = _over_s(incident, ends_s, recovery_s, last_s)
+    met = [each for each in outcomes if begins_s <= each.ended_s and first_s <= each.arrived_s < over_s]
+    during = replace(figures_of(met, slo, first_s, over_s), begins_s=begins_s)
+    return Course(incident, ends_s, before, during, figures_of(outcomes, slo, over_s, last_s), recovery_s)
+
+
+def _over_s(incident: Incident, ends_s: float, recovery_s: float, last_s: float) -> float:
+    """When it is over, and everything as before; what is there for good, when nobody feels it any more."""
+    has_end = math.isfinite(ends_s) or isinstance(incident, Rollout)
+    begins_s = ends_s if not has_end and not recovery_s else incident.begins_s
+    return min(max(begins_s + recovery_s, ends_s if has_end else 0.0), last_s)
+
+
+def _windows(outcomes: Sequence[Outcome], result: Result, begins_s: float, ends_s: float) -> list[Figures]:
+    """Equal parts of this time."""
+    each_s = result.setting.duration_s / NUM_WINDOWS
+    number = max(round((ends_s - begins_s) / each_s), 1)
+    edges = [begins_s + (ends_s - begins_s) * edge / number for edge in range(number + 1)]
+    return [figures_of(outcomes, result.setting.slo, *times) for times in pairwise(edges)]

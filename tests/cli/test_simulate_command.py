@@ -1,0 +1,170 @@
+"""`kvferry simulate fleet` as a user types it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kvferry.catalog import Options, read
+from kvferry.cli.main import app
+from kvferry.cli.simulate.fleet import _size_of
+
+SMALL = ["--prefill", "2", "--decode", "4", "--per-rack", "3", "--rate", "4", "--duration", "20", "--warm-up", "2"]
+SHORT = ["--prompt-tokens", "300-900", "--output-tokens", "8-32", "--start-up", "3"]
+OF_REQUESTS = {"requests", "good", "good_share", "goodput", "failed", "retried", "decode_alone", "recomputed"}
+OF_TIMES = {f"{part}_{name}_s" for part in ("mean", "median", "p90", "p95", "p99") for name in ("ttft", "itl")}
+
+
+def simulate(*arguments):
+    return CliRunner().invoke(app, ["simulate", "fleet", *SMALL, *SHORT, *arguments], env={"COLUMNS": "80"})
+
+
+def facts(*arguments):
+    result = simulate(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_json_has_what_the_documentation_says():
+    found = facts("--incident", "rack 1 dies from 8 to 10", "--incident", "hot prefix 40% from 14")
+    assert set(found) == {
+        *("fleet", "costs", "wires", "slo", "duration_s", "warm_up_s", "figures", "resources", "incidents", "course"),
+        *("samples", "cpu_s", "router_choices", "router_choice_share", "command"),
+    }
+    assert found["fleet"] == {"num_prefill": 2, "num_decode": 4, "per_rack": 3, "racks": 2}
+    assert found["slo"] == {"ttft_s": 2.0, "itl_s": 0.05, "itl_by": "mean"}
+    assert set(found["figures"]) == {"begins_s", "ends_s"} | OF_REQUESTS | OF_TIMES
+    assert (found["figures"]["begins_s"], found["figures"]["ends_s"]) == (2.0, 20.0)
+    shares = [resource["share"] for resource in found["resources"]]
+    assert shares == sorted(shares, reverse=True)
+    assert {resource["name"] for resource in found["resources"]} == {
+        *("prefill engines", "decode places", "decode steps", "engine link", "rack uplink")
+    }
+    first, second = found["incidents"]
+    assert (first["words"], first["begins_s"], first["ends_s"]) == ("rack 1 dies from 8 to 10", 8.0, 10.0)
+    assert second["ends_s"] is None
+    assert first["during"]["failed"] + first["during"]["retried"] > 0
+    assert sum(window["requests"] for window in found["course"]) > found["figures"]["requests"]
+    assert len(found["samples"]) == 120
+    assert 0 <= found["router_choice_share"] <= 1
+
+
+def test_the_same_command_has_the_same_figures_in_another_process():
+    words = [*SMALL, *SHORT, "--incident", "rack 0 dies from 5 to 8", "--incident", "rollout from 10 by 2", "--json"]
+    found = []
+    for seed in ("1", "2"):
+        command = [sys.executable, "-m", "kvferry", "simulate", "fleet", *words]
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True)
+        found.append(json.loads(done.stdout))
+    one, other = ({name: value for name, value in each.items() if name not in TAKEN} for each in found)
+    assert one == other
+
+
+TAKEN = ("cpu_s", "router_choice_share")
+
+
+def test_the_table_names_the_incidents_and_what_is_the_scarcest():
+    result = simulate("--incident", "rack 1 dies from 8 to 10")
+    assert result.exit_code == 0, result.output
+    assert "1: before" in result.stdout
+    assert "1: rack 1 dies from 8 to 10: " in result.stdout
+    assert "scarcest: " in result.stdout
+    assert "…" not in result.stdout
+    # The log of what the router found out about each instance would bury it.
+    assert result.stderr == ""
+
+
+def test_the_ratio_that_is_found_is_among_those_that_were_tried():
+    found = facts("--find-ratio")
+    numbers = [row["num_prefill"] for row in found["tried"]]
+    assert numbers == sorted(set(numbers))
+    assert all(row["num_prefill"] + row["num_decode"] == 6 for row in found["tried"])
+    assert found["best"] in found["tried"]
+    assert found["best"]["num_prefill"] in found["as_good"]
+    assert OF_REQUESTS | OF_TIMES | {"scarcest"} <= set(found["best"])
+    table = simulate("--find-ratio").stdout
+    assert f"best: {found['best']['num_prefill']} prefill and {found['best']['num_decode']} decode engines" in table
+
+
+def test_a_trace_is_replayed(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 1000 * at, "input_length": 700, "output_length": 9, "hash_ids": [1, at]} for at in range(9)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    result = CliRunner().invoke(app, ["simulate", "fleet", "--trace", str(trace), "--warm-up", "0", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["figures"]["requests"], found["duration_s"]) == (9, 9.0)
+
+
+def test_measured_figures_take_the_place_of_the_assumed_ones():
+    costs = facts("--prefill-speed", "10000", "--decode-steps", "1=8ms,32=10ms", "--context-cost", "0.5")["costs"]
+    assert costs["token_s"] == pytest.approx(1e-4)
+    assert costs["points"] == [[1, 0.008], [32, 0.01]]
+    assert costs["context_s"] == pytest.approx(5e-7)
+
+
+def test_a_model_has_the_bytes_that_its_plan_has():
+    dense = _size_of(read("llama-3.3-70b", Options("auto", False)).cache)
+    # 80 layers of keys and values, 8 heads of 128 elements of two bytes.
+    assert (dense.bytes_per_token, dense.fixed_bytes, dense.rows_per_block) == (80 * 2 * 8 * 128 * 2, 0, 160)
+    windowed = read("gemma-3-27b", Options("auto", False)).cache
+    size = _size_of(windowed)
+    assert size.bytes_per_token == windowed.lasting_bytes_per_token
+    assert size.fixed_bytes == 1024 * (windowed.bytes_per_token - windowed.lasting_bytes_per_token)
+
+
+def test_a_page_shows_the_run_and_needs_nothing_else(tmp_path):
+    page = tmp_path / "run.html"
+    result = simulate("--incident", "rack 1 dies from 8 to 10", "--page", str(page))
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert "2 prefill and 4 decode engines" in text
+    assert "rack 1 dies from 8 to 10" in text
+    assert text.count("<svg") == 4
+    assert "<script" not in text
+    assert "kvferry simulate fleet --prefill 2" in text
+    assert not [link for link in ("http://", "https://", "src=", "@import") if link in text]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--incident", "rack 7 dies at 10"], "a rack from 0 to 1"),
+        (["--incident", "meteor at 10"], "rack 3 dies at 60"),
+        (["--incident", "rollout from 30"], "a time before 20 s"),
+        (["--incident", "rack 1 dies from 9 to 8"], "from 60 to 120"),
+        (["--step-cost", "token=1"], "such as token=1.2ms"),
+        (["--step-cost", "step=1ms"], "times above 0"),
+        (["--decode-steps", "1=8"], "answers in the batch"),
+        (["--slo", "ttft=5"], "such as ttft=5s"),
+        (["--link", "fast"], "such as 50GB/s"),
+        (["--uplink", "fast"], "such as 50GB/s"),
+        (["--model", "gpt-99"], "kvferry plan --models"),
+        (["--model", "llama-3.3-70b", "--kv-bytes-per-token", "10"], "one of them"),
+        (["--rate", "0"], "above 0"),
+        (["--warm-up", "20"], "less than 20 s"),
+        (["--prompt-tokens", "none"], "such as 512"),
+        (["--policy", "mine"], "balanced"),
+        (["--prefill-fallback", "pray"], "decode or refuse"),
+        (["--trace-speed", "2"], "without --trace"),
+        (["--trace", "x.jsonl"], "with --trace"),
+        (["--find-ratio", "--incident", "rollout from 5"], "with --find-ratio"),
+        (["--page", "run.pdf"], ".html"),
+        (["--decode", "30000"], "at most 20,000 engines"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_with_what_can(arguments, words):
+    result = simulate(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert words in " ".join(result.stderr.split())
+
+
+def test_a_trace_that_cannot_be_read_is_refused(tmp_path):
+    result = CliRunner().invoke(app, ["simulate", "fleet", "--trace", str(tmp_path / "none.jsonl")])
+    assert result.exit_code == 2
+    assert "cannot read the trace" in result.stderr
