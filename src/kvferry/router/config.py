@@ -36,11 +36,13 @@ class PrefillFallback(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """How a router chooses. `clock` is that of everything measured: seconds of a monotonic clock."""
+    """How a router chooses. `clock` is that of everything measured: seconds of a monotonic clock. `seed` is that of the
+    draws among very many instances; None for others every time."""
 
     policy: Policy = balanced
     limits: Limits = NO_LIMITS
     clock: Callable[[], float] = time.monotonic
+    seed: int | None = None
 
 
 DEFAULT_POLICY = PolicySettings()

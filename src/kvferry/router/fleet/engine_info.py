@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 
 import msgspec
+from msgspec import structs
 
 
 class Handover(StrEnum):
@@ -48,6 +50,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
         """Whether an engine of another kind can meet it in a room: what they say to one another there is kvferry's."""
         return bool(self.wire_version) and (self.meets_in_rooms or self.handover is Handover.ROOM)
 
+    @property
+    def kind(self) -> EngineInfo:
+        """What decides with which engines it can exchange a cache: equal for most engines of a fleet."""
+        port = min(self.bootstrap_port, 1)
+        return structs.replace(self, epoch="", bootstrap_host="", bootstrap_port=port)
+
 
 UNKNOWN_ENGINE = EngineInfo()
 
@@ -61,6 +69,7 @@ def handover_between(prefill: EngineInfo, decode: EngineInfo) -> Handover:
     return Handover.ROOM if is_served and can_meet else Handover.NONE
 
 
+@lru_cache(maxsize=4096)
 def differences(prefill: EngineInfo, decode: EngineInfo) -> tuple[str, ...]:
     """Everything that keeps the two from exchanging a cache, with both values.
 

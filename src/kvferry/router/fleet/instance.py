@@ -53,6 +53,7 @@ class InstanceState:
     last_chosen: int = 0
     num_missed: int = 0
     info: EngineInfo = UNKNOWN_ENGINE
+    kind: EngineInfo = UNKNOWN_ENGINE
     breaker: Breaker = field(default_factory=lambda: Breaker(INSTANCE_BREAKER))
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
 
@@ -77,12 +78,12 @@ class InstanceState:
     def introduce(self, info: EngineInfo) -> bool:
         """It says who it is; whether it is another process than before, so that nothing of the old one counts."""
         is_new = bool(self.info.epoch) and info.epoch != self.info.epoch
-        self.info = info
+        self.info, self.kind = info, info.kind
         if is_new:
             self.breaker.succeeded()
         return is_new
 
-    def load(self, cost: RequestCost, num_cached: int, num_partners: int, now: float) -> Load:
+    def load(self, cost: RequestCost, num_cached: int, num_partners: int, is_home: bool, now: float) -> Load:
         """What a policy is told; `num_cached` of the prompt's prefixes were sent here before."""
         return Load(
             instance=self.instance,
@@ -94,6 +95,7 @@ class InstanceState:
             tokens_per_s=self.speed.tokens_per_s,
             cached_tokens=num_cached * cost.prefix_tokens if self.info.prefix_cache else 0,
             num_partners=num_partners,
+            is_home=is_home,
             computes_prompts=self.info.computes_prompts,
         )
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import islice
 
 from kvferry.router.config import DEFAULT_POLICY, PolicySettings
 from kvferry.router.fleet.circuit_breaker import BreakerSettings, BreakerTable, Trial
 from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, differences
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState, OpenRequests, Origin, ProbeResult, Reservation
 from kvferry.router.fleet.prefill_speed import Mean
+from kvferry.router.fleet.queries import Queries
 from kvferry.router.policy.prefill_threshold import threshold_tokens
 from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import (
     Instance,
-    Load,
     NoInstance,
     Overloaded,
     Pair,
@@ -33,6 +33,8 @@ PAIR_BREAKER = BreakerSettings(num_failures=3, open_s=30.0, max_open_s=600.0)
 KIND_BREAKER = BreakerSettings(num_failures=5, open_s=5.0, max_open_s=60.0)
 # Clients write what they like into requests: no more kinds than these are remembered.
 MAX_KINDS = 256
+# Of instances, in one line of the log.
+MAX_NAMED = 3
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,6 @@ class InstancePool:
 
     `changed` is set at each change of health, for whoever clears it and waits. `probe_requested` is set when traffic
     found something wrong with an instance or a new one came, so that the prober looks at once, whatever its interval.
-    `incompatible` pairs do not hold the same cache, or do not understand each other.
     """
 
     def __init__(
@@ -57,9 +58,8 @@ class InstancePool:
         self.kinds = BreakerTable[RequestKind](KIND_BREAKER, MAX_KINDS)
         self.open_requests = OpenRequests()
         self.prefixes = PrefixIndex()
-        # Found when an instance says who it is, not for each request.
-        self.incompatible: frozenset[Pair] = frozenset()
         self._states: dict[Instance, InstanceState] = {}
+        self._queries = Queries(self._states, self.pairs, self.prefixes, policy_settings)
         # Of instances that have left while requests were open on them.
         self._left: dict[Instance, InstanceState] = {}
         self._metrics = metrics
@@ -95,7 +95,8 @@ class InstancePool:
                 state.expires_at = self.now + lease_s
             return False
         self._states[instance] = InstanceState(instance, origin, self.now + lease_s)
-        self._compare(instance)
+        self._queries.joined(self._states[instance])
+        self._tell_incompatible(instance)
         self._left.pop(instance, None)
         self.kinds.clear()
         self._metrics.show_health(instance, False, False)
@@ -111,8 +112,8 @@ class InstancePool:
         if state is None or state.origin is not origin:
             return False
         self._left[instance] = self._states.pop(instance)
+        self._queries.left(state)
         self._forget_process(instance)
-        self.incompatible = frozenset(pair for pair in self.incompatible if instance not in pair)
         self._metrics.forget(instance)
         logger.info("%s instance %s has left: %s", instance.role, instance.url, origin)
         self.changed.set()
@@ -146,6 +147,13 @@ class InstancePool:
         decode = self.ready(Role.DECODE)
         return [(p, d) for p in self.ready(Role.PREFILL) for d in decode if self._is_compatible((p, d))]
 
+    @property
+    def incompatible(self) -> frozenset[Pair]:
+        """Pairs that do not hold the same cache, or do not understand each other."""
+        decode = self._of_role(Role.DECODE)
+        pairs = ((p.instance, d.instance) for p in self._of_role(Role.PREFILL) for d in decode)
+        return frozenset(pair for pair in pairs if self._differences(pair))
+
     def info_of(self, instance: Instance) -> EngineInfo:
         """What an instance says of itself; nothing if it has left."""
         state = self._states.get(instance)
@@ -162,7 +170,7 @@ class InstancePool:
 
     def reserve(self, request: InstanceRequest) -> Reservation | SkipPrefill | Overloaded | NoInstance:
         """Have the policy choose; an instance that it chose is reserved, everything else is its decision."""
-        query = self._query(request)
+        query = self._queries.query(request, self.handover.value)
         decision = self._policy_settings.policy(query)
         if request.role is Role.PREFILL:
             self._last_prefill_query = query
@@ -206,10 +214,12 @@ class InstancePool:
         state = self._states.get(instance)
         if state is None or state.info == info:
             return
+        self._queries.left(state)
         if state.introduce(info):
             self.kinds.clear()
             self._forget_process(instance)
-        self._compare(instance)
+        self._queries.joined(state)
+        self._tell_incompatible(instance)
 
     def show(self) -> None:
         """Bring the gauges up to date for whoever reads them; at each request that would cost more than its choice."""
@@ -256,69 +266,28 @@ class InstancePool:
     def _of_role(self, role: Role) -> list[InstanceState]:
         return [state for state in self.states if state.instance.role is role]
 
-    def _query(self, request: InstanceRequest) -> RoutingQuery:
-        decode = self._loads(Role.DECODE, request)
-        if request.role is Role.PREFILL:
-            decode = tuple(load for load in decode if load.instance in request.partners)
-        return RoutingQuery(
-            role=request.role,
-            cost=request.cost,
-            prefill=self._loads(Role.PREFILL, request),
-            decode=decode,
-            limits=self._policy_settings.limits,
-            handover_s=self.handover.value,
-            is_retry=bool(request.excluded),
-        )
-
-    def _loads(self, role: Role, request: InstanceRequest) -> tuple[Load, ...]:
-        allowed = [state for state in self._of_role(role) if state.instance not in request.excluded]
-        if role is Role.PREFILL:
-            partners = request.partners
-            allowed = [state for state in allowed if all(self._is_compatible((state.instance, d)) for d in partners)]
-        serving = [state for state in allowed if state.serves(request.cost.model)]
-        # Who is to answer refuses a model that it does not have better than we could.
-        is_last = role is Role.DECODE or not all(self.info_of(one).computes_prompts for one in request.partners)
-        chosen = serving or (allowed if is_last else [])
-        if role is Role.DECODE and (request.alone or not request.cost.is_divisible):
-            chosen = self._computing(chosen, request.cost.is_divisible) or chosen
-        # A prefill instance was asked for its own partner.
-        counts = role is request.role is Role.DECODE and request.cost.is_divisible
-        num_ready, num_blocked = self._partners() if counts else (1, Counter())
-        return tuple(self._load(state, request, num_ready - num_blocked[state.instance]) for state in chosen)
-
-    def _computing(self, states: list[InstanceState], is_divisible: bool) -> list[InstanceState]:
-        """Those that compute prompts. What only they can serve waits for one that is down."""
-        able = [state for state in states if state.info.computes_prompts]
-        return [state for state in able if state.can_serve(self.now)] if is_divisible else able
-
-    def _load(self, state: InstanceState, request: InstanceRequest, num_partners: int) -> Load:
-        num_cached = self.prefixes.num_known(state.instance, request.cost.prefixes)
-        return state.load(request.cost, num_cached, num_partners, self.now)
-
-    def _partners(self) -> tuple[int, Counter[Instance]]:
-        """How many prefill instances are ready, and how many of them a decode instance must not be paired with."""
-        ready = set(self.ready(Role.PREFILL))
-        blocked = {pair for pair in self.pairs.not_closed(self.now) if not self.pairs.may_begin(pair, self.now)}
-        return len(ready), Counter(decode for prefill, decode in blocked | self.incompatible if prefill in ready)
-
     def _is_compatible(self, pair: Pair) -> bool:
-        return pair not in self.incompatible and self.pairs.may_begin(pair, self.now)
+        return not self._differences(pair) and self.pairs.may_begin(pair, self.now)
 
-    def _compare(self, instance: Instance) -> None:
-        """Find the pairs that it must not be in. Who has not said yet who it is may be told apart later."""
-        self.incompatible = frozenset(pair for pair in self.incompatible if instance not in pair)
-        for pair, found in self._incompatible_with(instance):
-            self.incompatible |= {pair}
-            is_known = UNKNOWN_ENGINE not in (self._states[one].info for one in pair)
-            level = logging.WARNING if is_known else logging.DEBUG
-            logger.log(level, "%s and %s are never paired: %s", *_urls(pair), "; ".join(found))
+    def _differences(self, pair: Pair) -> tuple[str, ...]:
+        return differences(*(self._states[one].kind for one in pair))
 
-    def _incompatible_with(self, instance: Instance) -> Iterable[tuple[Pair, tuple[str, ...]]]:
-        for other in self.states:
-            if other.instance.role is not instance.role:
-                pair = (instance, other.instance) if instance.role is Role.PREFILL else (other.instance, instance)
-                if found := differences(*(self._states[one].info for one in pair)):
-                    yield pair, found
+    def _tell_incompatible(self, instance: Instance) -> None:
+        """Say with whom it must not be paired, once for all others of a kind. Who has not said yet who it is may be
+        told apart later."""
+        kind = self._states[instance].kind
+        for (role, other_kind), instances in self._queries.kinds.items():
+            if role is instance.role:
+                continue
+            pair = (kind, other_kind) if instance.role is Role.PREFILL else (other_kind, kind)
+            if found := differences(*pair):
+                level = logging.DEBUG if UNKNOWN_ENGINE in pair else logging.WARNING
+                logger.log(level, "%s and %s are never paired: %s", instance.url, _named(instances), "; ".join(found))
+
+
+def _named(instances: Collection[Instance]) -> str:
+    named = [instance.url for instance in islice(instances, MAX_NAMED)]
+    return ", ".join(named) + (f" and {len(instances) - MAX_NAMED} more" if len(instances) > MAX_NAMED else "")
 
 
 def _urls(pair: Pair) -> tuple[str, str]:

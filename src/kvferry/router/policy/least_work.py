@@ -36,7 +36,8 @@ def choose(loads: Sequence[Load], cost: RequestCost = NO_COST) -> Instance | Non
     least = min(_cost(load, cost) for load in candidates)
     if cost.prefixes:
         near = [load for load in candidates if _cost(load, cost) <= least + cost.work(load.instance.role)]
-        home = homes(cost.prefixes[0], [load.instance for load in near])[0]
+        at_home = [load.instance for load in near if load.is_home] or [load.instance for load in near]
+        home = homes(cost.prefixes[0], at_home)[0]
         warm = max(near, key=lambda load: load.cached_tokens)
         return warm.instance if warm.cached_tokens else home
     return min(candidates, key=lambda load: (_cost(load, cost), load.num_outstanding, load.last_chosen)).instance

@@ -57,7 +57,8 @@ class Load:
     `outstanding_tokens` tokens of work are assigned to it and not finished. `last_chosen` is the serial number of
     the choice that took it last, 0 when none did yet. `tokens_per_s` is how fast it was seen to compute prompts, 0
     when that is not known. `cached_tokens` of the prompt were sent to it before. `num_partners` instances of the other
-    role can work with it. One that does not compute prompts (`computes_prompts`) serves nothing without a partner.
+    role, of those that were looked at, can work with it. Prompts that begin alike meet at one that `is_home`. One
+    that does not compute prompts (`computes_prompts`) serves nothing without a partner.
     """
 
     instance: Instance
@@ -69,6 +70,7 @@ class Load:
     tokens_per_s: float = 0.0
     cached_tokens: int = 0
     num_partners: int = 1
+    is_home: bool = True
     computes_prompts: bool = True
 
 
@@ -92,7 +94,8 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class RoutingQuery:
-    """Which instance takes `role`? `prefill` and `decode` are those that may be chosen, and their loads.
+    """Which instance takes `role`? `prefill` and `decode` are those that may be chosen, and their loads; where there
+    are more than 64, some of them.
 
     When a prefill instance is asked for, `decode` is only the instance that was chosen. `handover_s` is what it usually
     takes from a computed prompt to the first token elsewhere, 0 when that is not known. A request that is tried again

@@ -37,7 +37,7 @@ class Membership:
     def __init__(self, env: simpy.Environment, setting: Setting, hardware: Hardware) -> None:
         urls = {role: tuple(e.instance.url for e in hardware.of_role(role)) for role in Role}
         self.config = RouterConfig(urls[Role.PREFILL], urls[Role.DECODE], prefill_fallback=setting.routing.fallback)
-        settings = PolicySettings(setting.routing.policy, setting.routing.limits, lambda: float(env.now))
+        settings = PolicySettings(setting.routing.policy, setting.routing.limits, lambda: float(env.now), seed=0)
         self.pool = InstancePool(self.config.instances, Metrics(), settings)
         self.choice_s, self.num_choices = 0.0, 0
         self._env, self._hardware = env, hardware

@@ -1,0 +1,161 @@
+"""What a policy is asked for a request: the loads of those that may be chosen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry.router.config import PolicySettings
+from kvferry.router.fleet.candidates import Candidates, Group
+from kvferry.router.fleet.circuit_breaker import BreakerTable
+from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo
+from kvferry.router.fleet.instance import InstanceRequest, InstanceState
+from kvferry.router.policy.prefix_affinity import PrefixIndex
+from kvferry.router.policy.records import Instance, Load, Pair, Role, RoutingQuery
+
+Keep = Callable[[InstanceState], bool]
+
+
+class Queries:
+    """Over the states, broken pairs and prefixes of one pool, which change. Who says who it is leaves and joins.
+
+    `kinds` are the instances of each role and kind.
+    """
+
+    def __init__(
+        self,
+        states: Mapping[Instance, InstanceState],
+        pairs: BreakerTable[Pair],
+        prefixes: PrefixIndex,
+        settings: PolicySettings,
+    ) -> None:
+        self._states = states
+        self._pairs = pairs
+        self._prefixes = prefixes
+        self._settings = settings
+        self._candidates = Candidates(states)
+        self._dice = random.Random(settings.seed)
+        # A dictionary of them, which knows their order and lets one go at once.
+        self.kinds: dict[tuple[Role, EngineInfo], dict[Instance, None]] = {}
+
+    def joined(self, state: InstanceState) -> None:
+        """An instance has come, or has said who it is."""
+        self.kinds.setdefault((state.instance.role, state.kind), {})[state.instance] = None
+        self._candidates.changed()
+
+    def left(self, state: InstanceState) -> None:
+        """An instance has gone, or is about to say who it is."""
+        key = state.instance.role, state.kind
+        del self.kinds[key][state.instance]
+        if not self.kinds[key]:
+            del self.kinds[key]
+        self._candidates.changed()
+
+    def query(self, request: InstanceRequest, handover_s: float) -> RoutingQuery:
+        """All that a policy is told."""
+        now, is_prefill = self._settings.clock(), request.role is Role.PREFILL
+        decode = self._partners(request) if is_prefill else self._decode(request, now)
+        return RoutingQuery(
+            role=request.role,
+            cost=request.cost,
+            prefill=self._prefill(request, now),
+            decode=decode,
+            limits=self._settings.limits,
+            handover_s=handover_s,
+            is_retry=bool(request.excluded),
+        )
+
+    def _partners(self, request: InstanceRequest) -> tuple[Load, ...]:
+        """The decode instance that was chosen before, if it has not left meanwhile."""
+        states = [self._states[one] for one in request.partners if one in self._states and one not in request.excluded]
+        return tuple(self._load(state, request) for state in states)
+
+    def _prefill(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
+        partners = request.partners
+        kinds = {self._kind(one) for one in partners}
+        partner = kinds.pop() if kinds else None
+
+        def keep(state: InstanceState) -> bool:
+            pairs = ((state.instance, one) for one in partners)
+            return state.instance not in request.excluded and all(self._pairs.may_begin(pair, now) for pair in pairs)
+
+        group = self._candidates.group(Role.PREFILL, request.cost.model, partner)
+        found = self._some(group, request, keep, now)
+        # Who is to answer refuses a model that it does not have better than we could.
+        if not found and not all(self._computes_prompts(one) for one in partners):
+            group = self._candidates.group(Role.PREFILL, "", partner)
+            found = self._some(group, request, keep, now)
+        return self._loads(found, group, request)
+
+    def _decode(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
+        is_divisible = request.cost.is_divisible
+
+        def keep(state: InstanceState) -> bool:
+            return state.instance not in request.excluded
+
+        group = self._candidates.group(Role.DECODE, request.cost.model)
+        found = self._some(group, request, keep, now)
+        if not found:
+            group = self._candidates.group(Role.DECODE)
+            found = self._some(group, request, keep, now)
+        if request.alone or not is_divisible:
+            # What only those that compute prompts can serve waits for one that is down.
+            every = [state for state in group.states if keep(state) and state.info.computes_prompts]
+            found = [state for state in every if not is_divisible or state.can_serve(now)] or found
+        if not is_divisible:
+            return self._loads(found, group, request)
+        num_partners = self._num_partners(found, request, now)
+        if not any(num_partners.values()):
+            found = [state for state in group.states if keep(state)] if len(found) < len(group.states) else found
+            num_partners = self._num_partners(found, request, now)
+        return self._loads(found, group, request, num_partners)
+
+    def _some(self, group: Group, request: InstanceRequest, keep: Keep, now: float) -> list[InstanceState]:
+        """Those of a group that may be chosen; all of them where some would not do."""
+        offered = group.offered(request.cost.prefixes, self._dice)
+        found = [state for state in offered if keep(state)]
+        if len(offered) == len(group.states) or any(state.ready and state.can_serve(now) for state in found):
+            return found
+        return [state for state in group.states if keep(state)]
+
+    def _num_partners(
+        self, states: Sequence[InstanceState], request: InstanceRequest, now: float
+    ) -> dict[Instance, int]:
+        """How many prefill instances each decode instance can work with, of those that are looked at."""
+        ready = {kind: self._ready_for(kind, request, now) for kind in {state.kind for state in states}}
+        found = {state.instance: len(ready[state.kind]) for state in states}
+        kinds = {state.instance: state.kind for state in states}
+        for prefill, decode in self._pairs.not_closed(now):
+            is_counted = decode in found and prefill in ready[kinds[decode]]
+            if is_counted and not self._pairs.may_begin((prefill, decode), now):
+                found[decode] -= 1
+        return found
+
+    def _ready_for(self, kind: EngineInfo, request: InstanceRequest, now: float) -> set[Instance]:
+        group = self._candidates.group(Role.PREFILL, "", kind)
+        found = self._some(group, request, lambda state: state.ready and state.can_serve(now), now)
+        return {state.instance for state in found}
+
+    def _loads(
+        self,
+        states: Sequence[InstanceState],
+        group: Group,
+        request: InstanceRequest,
+        num_partners: Mapping[Instance, int] | None = None,
+    ) -> tuple[Load, ...]:
+        homes, numbers = group.homes(request.cost.prefixes), num_partners or {}
+        return tuple(
+            self._load(state, request, numbers.get(state.instance, 1), state.instance in homes) for state in states
+        )
+
+    def _load(
+        self, state: InstanceState, request: InstanceRequest, num_partners: int = 1, is_home: bool = True
+    ) -> Load:
+        num_cached = self._prefixes.num_known(state.instance, request.cost.prefixes)
+        return state.load(request.cost, num_cached, num_partners, is_home, self._settings.clock())
+
+    def _kind(self, instance: Instance) -> EngineInfo:
+        return self._states[instance].kind if instance in self._states else UNKNOWN_ENGINE
+
+    def _computes_prompts(self, instance: Instance) -> bool:
+        return self._kind(instance).computes_prompts
