@@ -48,7 +48,7 @@ CACHE_TOKENS = 32_768
 # The tiny model takes no longer prompts, and two cores take hours over all ways with them.
 MAX_PROMPT_BYTES = 6_000
 READY_S = 600.0
-EXTENT = Extent(answer_tokens=16, score_tokens=2)
+ANSWER_TOKENS = 16
 IN_OTHER_BATCHES, BY_ITSELF = "the whole, in other batches", "the prefill engine by itself"
 WITH_THE_PROMPT = "the whole, the first token with the prompt"
 EXACT = "float32"
@@ -109,7 +109,7 @@ class Asked:
     num_early: int | None
 
 
-def compare(way: Way, model: tuple[str, str], items: tuple[Item, ...], *, with_controls: bool) -> Asked:
+def compare(way: Way, model: tuple[str, str], items: tuple[Item, ...], extent: Extent, *, with_controls: bool) -> Asked:
     """The split beside the decode engine alone; and where that is asked for, what else differs from that, by name."""
 
     async def ask(urls: Urls) -> tuple[Measured, dict[str, Comparison]]:
@@ -117,15 +117,15 @@ def compare(way: Way, model: tuple[str, str], items: tuple[Item, ...], *, with_c
             Server(url, model[1], at_once=4, salt=f"accuracy-{place}")
             for place, url in enumerate((urls.prefill, urls.decode, urls.router))
         )
-        measured = await measure(whole, split, items, EXTENT, counting, with_control=with_controls)
+        measured = await measure(whole, split, items, extent, counting, with_control=with_controls)
         controls: dict[str, Comparison] = {}
         if measured.control is not None:
             controls[IN_OTHER_BATCHES] = measured.control
             if way.dtype != EXACT:
-                again, tokens = replace(whole, salt="accuracy-with-the-prompt"), EXTENT.answer_tokens
+                again, tokens = replace(whole, salt="accuracy-with-the-prompt"), extent.answer_tokens
                 controls[WITH_THE_PROMPT] = await with_first_token(again, items, measured.baseline, tokens)
             if way.prefill.engine != way.decode.engine:
-                found = await measure(whole, prefill, items, EXTENT, counting, with_control=False)
+                found = await measure(whole, prefill, items, extent, counting, with_control=False)
                 controls[BY_ITSELF] = found.split
         return measured, controls
 
@@ -158,12 +158,12 @@ def figures(run: Comparison, found: list[str]) -> dict[str, Any]:
 
 
 def measured_ways(
-    ways: dict[str, Way], model: tuple[str, str], items: tuple[Item, ...]
+    ways: dict[str, Way], model: tuple[str, str], items: tuple[Item, ...], extent: Extent
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """A row of each way, and before it those of its controls, where its decode engine and dtype are the first."""
     known: dict[str, dict[str, Comparison]] = {}
     for name, way in ways.items():
-        asked = compare(way, model, items, with_controls=way.dtype not in known)
+        asked = compare(way, model, items, extent, with_controls=way.dtype not in known)
         for control, comparison in asked.controls.items():
             yield f"{control} ({way.dtype})", figures(comparison, [])
         controls = known.setdefault(way.dtype, asked.controls)
@@ -183,15 +183,16 @@ def main() -> int:
     parser.add_argument("--engines", choices=WAYS, default="transformers")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-prompt-bytes", type=int, default=MAX_PROMPT_BYTES)
+    parser.add_argument("--score-tokens", type=int, default=2, help="of each reference")
     parser.add_argument("--only", default="", help="some of the ways, a semicolon between them")
     options = parser.parse_args()
     os.environ.update(VLLM_ON_CPU)
     items, model = chosen(options.prompts, options.max_prompt_bytes), resolve(options.model)
-    ways = WAYS[options.engines]
+    ways, extent = WAYS[options.engines], Extent(ANSWER_TOKENS, options.score_tokens)
     if options.only:
         ways = {name: ways[name] for name in options.only.split(";")}
     rows: dict[str, Any] = {}
-    for name, row in measured_ways(ways, model, items):
+    for name, row in measured_ways(ways, model, items, extent):
         rows[name] = row
         say(f"{name}: {row}")
     command = " ".join(["python", *sys.argv])
@@ -203,6 +204,7 @@ def main() -> int:
                 "model": options.model,
                 "engines": options.engines,
                 "prompts": len(items),
+                "score_tokens": options.score_tokens,
                 "longest_prompt_bytes": max(len(item.prompt) for item in items),
                 "rows": rows,
             },
