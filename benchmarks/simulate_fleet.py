@@ -26,8 +26,8 @@ SCENARIOS = {
     "100 engines, a rollout": f"{HUNDRED} --start-up 10 --incident 'rollout from 20 by 20'",
     "100 engines, a hot prefix": f"{HUNDRED} --incident 'hot prefix 40% of 2048 tokens from 30 to 90'",
     "40 engines, the best ratio": "--prefill 10 --decode 30 --rate 250 --duration 10 --warm-up 3 --find-ratio",
-    "1,000 engines": "--prefill 250 --decode 750 --rate 300 --duration 20 --warm-up 5",
-    "5,000 engines": "--prefill 1250 --decode 3750 --rate 200 --duration 4 --warm-up 1",
+    "1,000 engines": "--prefill 250 --decode 750 --rate 1200 --duration 60",
+    "5,000 engines": "--prefill 1250 --decode 3750 --rate 6000 --duration 12 --warm-up 2",
 }
 LEFT_OUT = ("course", "samples", "costs", "wires")
 DEADLINE_S = 3600.0

@@ -203,11 +203,42 @@ def test_what_left_is_not_measured_any_more():
     pool = InstancePool((P0, D0), metrics)
     pool.lost((P0, D0), "digest", None)
     metrics.observe_phases({"wire": 0.1}, P0.url, D0.url)
-    metrics.inter_token.labels(D0.url).observe(0.1)
+    metrics.observer_of_gaps(D0.url)(0.1)
     pool.remove(D0, Origin.COMMAND_LINE)
     shown = metrics.render().decode()
     assert D0.url not in shown
     assert P0.url in shown
+
+
+def test_so_many_instances_and_pairs_have_metrics_of_their_own():
+    metrics = Metrics(max_labels=2)
+    instances = [Instance(f"http://{role}{number}", role) for number in range(3) for role in Role]
+    pool = InstancePool(instances, metrics)
+    for prefill, decode in ((0, 1), (2, 1), (2, 3), (4, 5), (4, 1)):
+        pool.lost((instances[prefill], instances[decode]), "digest", None)
+        metrics.observe_phases({"wire": 0.5}, instances[prefill].url, instances[decode].url)
+        metrics.observer_of_gaps(instances[decode].url)(0.1)
+    shown = metrics.render().decode()
+    own = 'kvferry_router_lost_caches_total{decode="http://decode0",prefill="http://prefill0",reason="digest"} 1.0'
+    assert own in shown
+    assert 'kvferry_router_lost_caches_total{decode="other",prefill="other",reason="digest"} 3.0' in shown
+    assert 'kvferry_router_phase_seconds_count{decode="other",phase="wire",prefill="other"} 3.0' in shown
+    # The first two instances of all, of which one writes answers.
+    assert 'kvferry_router_inter_token_seconds_count{instance="http://decode0"} 3.0' in shown
+    assert 'kvferry_router_inter_token_seconds_count{instance="other"} 2.0' in shown
+    assert shown.count("kvferry_router_instance_healthy{") == 2
+    assert 'kvferry_router_instance_healthy{instance="other"' not in shown
+
+
+def test_who_comes_when_another_has_left_has_metrics_of_its_own():
+    metrics = Metrics(max_labels=1)
+    pool = InstancePool((D0,), metrics)
+    pool.add(D1, Origin.FILE)
+    assert D1.url not in metrics.render().decode()
+    pool.remove(D0, Origin.COMMAND_LINE)
+    pool.show()
+    shown = metrics.render().decode()
+    assert f'kvferry_router_in_flight_requests{{instance="{D1.url}",role="decode"}} 0.0' in shown
 
 
 def test_tokens_in_flight_fall_as_they_are_written():

@@ -94,6 +94,7 @@ def config_of(options: RouteOptions) -> RouterConfig:
         require_prefill=options.require_prefill,
         prefill_fallback=fallback_of(options.prefill_fallback),
         early_from_tokens=options.early_decode_from,
+        max_metric_labels=options.max_metric_labels,
         engine_api_key=options.engine_api_key or environment.engine_api_key(),
     )
 

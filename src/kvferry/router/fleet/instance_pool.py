@@ -248,7 +248,7 @@ class InstancePool:
 
     def lost(self, pair: Pair, reason: str, trial: Trial | None) -> None:
         """A cache did not."""
-        self._metrics.lost_caches.labels(*_urls(pair), reason).inc()
+        self._metrics.lost_cache(*_urls(pair), reason)
         if self.pairs.failed(pair, self.now, trial):
             message = "transfers from %s to %s keep failing (%s): they are not paired for a while"
             logger.warning(message, *_urls(pair), reason)

@@ -140,9 +140,9 @@ class Dispatcher:
     async def relay(self, headers: Headers) -> Event:
         """Pass the opened answer on to the client."""
         request = self.in_flight
-        inter_token, url = self._services.metrics.inter_token, request.instance.url
+        observer_of, url = self._services.metrics.observer_of_gaps, request.instance.url
         # An answer in one piece has no time between tokens, and makes no series of them.
-        observe = inter_token.labels(url).observe if request.is_event_stream else _unobserved
+        observe = observer_of(url) if request.is_event_stream else _unobserved
         on_tokens = partial(self.timing.piece, observe=observe, progress=request.reservation.progress)
         relay = Relay(request, self._client, self._outcomes, self._usage, on_tokens)
         work = partial(relay.run, headers, self._services.config.max_answer_bytes)

@@ -57,7 +57,7 @@ BEGAN_S = "kvferry.began_s"
 
 def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp:
     """The router for these instances. Its lifespan owns the connections and the health probe."""
-    metrics = Metrics()
+    metrics = Metrics(config.max_metric_labels)
     pool = InstancePool(config.instances, metrics, config.policy_settings)
     watched = [MembersFile(path, pool, config.probe_interval_s) for path in (config.members_file,) if path]
     for file in watched:

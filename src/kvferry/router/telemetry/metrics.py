@@ -3,7 +3,7 @@ mix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
@@ -15,13 +15,38 @@ from kvferry.router.policy.records import Instance
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 INSTANCE = ("role", "instance")
+MAX_LABELS = 1024
+# In place of the names of instances that have no series of their own.
+OTHER = "other"
+
+
+class NameLimit:
+    """So many instances, or pairs, have series of their own. All that come when there are so many share one: pairs grow
+    with the square of the instances, and a collector pays for every series."""
+
+    def __init__(self, max_names: int) -> None:
+        self._max_names = max_names
+        self._named: set[tuple[str, ...]] = set()
+
+    def names(self, *urls: str) -> tuple[str, ...]:
+        """What these are called."""
+        if urls not in self._named:
+            if len(self._named) >= self._max_names:
+                return (OTHER,) * len(urls)
+            self._named.add(urls)
+        return urls
+
+    def forget(self, url: str) -> None:
+        """It has left: others have room."""
+        self._named = {urls for urls in self._named if url not in urls}
 
 
 class Metrics:
     """Everything that `/metrics` shows. Attributes without a label are used as they are, the others by `labels`."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_labels: int = MAX_LABELS) -> None:
         self._registry = CollectorRegistry()
+        self._instances, self._pairs = NameLimit(max_labels), NameLimit(max_labels)
         self._add_requests()
         self._add_instances()
         self._add_times()
@@ -57,18 +82,20 @@ class Metrics:
         )
 
     def _add_instances(self) -> None:
-        self.lost_caches = self._counter(
+        self._lost_caches = self._counter(
             "kvferry_router_lost_caches", "Failed cache transfers between instances.", "prefill", "decode", "reason"
         )
         self.refused_registrations = self._counter(
             "kvferry_router_refused_registrations", "Rejected registrations.", "reason"
         )
-        self.in_flight = self._gauge("kvferry_router_in_flight_requests", "Requests in flight per instance.", *INSTANCE)
-        self.in_flight_tokens = self._gauge(
+        self._in_flight = self._gauge(
+            "kvferry_router_in_flight_requests", "Requests in flight per instance.", *INSTANCE
+        )
+        self._in_flight_tokens = self._gauge(
             "kvferry_router_in_flight_tokens", "Tokens in flight per instance: to prefill or to generate.", *INSTANCE
         )
-        self.healthy = self._gauge("kvferry_router_instance_healthy", "1 if the instance is healthy.", *INSTANCE)
-        self.ready = self._gauge("kvferry_router_instance_ready", "1 if the instance accepts requests.", *INSTANCE)
+        self._healthy = self._gauge("kvferry_router_instance_healthy", "1 if the instance is healthy.", *INSTANCE)
+        self._ready = self._gauge("kvferry_router_instance_ready", "1 if the instance accepts requests.", *INSTANCE)
         self.skip_threshold = self._gauge(
             "kvferry_router_skip_threshold_tokens", "Prompts with fewer uncached tokens skip prefill."
         )
@@ -81,13 +108,13 @@ class Metrics:
             TTFT_BUCKETS_S,
             "path",
         )
-        self.phases = self._histogram(
+        self._phases = self._histogram(
             "kvferry_router_phase_seconds",
             "Parts of the time to the first byte of answers, by pair; prefill is empty where decode was alone.",
             PHASE_BUCKETS_S,
             *("phase", "prefill", "decode"),
         )
-        self.inter_token = self._histogram(
+        self._inter_token = self._histogram(
             "kvferry_router_inter_token_seconds", "Time between two tokens of a stream.", ITL_BUCKETS_S, "instance"
         )
 
@@ -96,23 +123,38 @@ class Metrics:
         self._counted[count.what].labels(*(count.role,) if by_role else (), count.reason).inc()
 
     def observe_phases(self, phases: Mapping[str, float], prefill_url: str, decode_url: str) -> None:
+        pair = self._pairs.names(prefill_url, decode_url)
         for name, seconds in phases.items():
-            self.phases.labels(name, prefill_url, decode_url).observe(seconds)
+            self._phases.labels(name, *pair).observe(seconds)
+
+    def observer_of_gaps(self, url: str) -> Callable[[float], None]:
+        """What takes the times between two tokens of an answer of this instance."""
+        return self._inter_token.labels(*self._instances.names(url)).observe
+
+    def lost_cache(self, prefill_url: str, decode_url: str, reason: str) -> None:
+        self._lost_caches.labels(*self._pairs.names(prefill_url, decode_url), reason).inc()
 
     def show_load(self, instance: Instance, num_requests: int, num_tokens: int) -> None:
-        self.in_flight.labels(instance.role, instance.url).set(num_requests)
-        self.in_flight_tokens.labels(instance.role, instance.url).set(num_tokens)
+        self._show(instance, (self._in_flight, num_requests), (self._in_flight_tokens, num_tokens))
 
     def show_health(self, instance: Instance, healthy: bool, ready: bool) -> None:
-        self.healthy.labels(instance.role, instance.url).set(healthy)
-        self.ready.labels(instance.role, instance.url).set(ready)
+        self._show(instance, (self._healthy, healthy), (self._ready, ready))
+
+    def _show(self, instance: Instance, *values: tuple[Gauge, float]) -> None:
+        (name,) = self._instances.names(instance.url)
+        for gauge, value in values:
+            # What others share would be the value of the last of them.
+            if name != OTHER:
+                gauge.labels(instance.role, name).set(value)
 
     def forget(self, instance: Instance) -> None:
         """An instance has left: what was counted by its name goes with it, or memory would grow with every restart."""
-        for gauge in (self.in_flight, self.in_flight_tokens, self.healthy, self.ready):
-            gauge.remove(instance.role, instance.url)
-        for family in (self.lost_caches, self.phases, self.inter_token):
-            _forget(family, instance.url)
+        url = instance.url
+        gauges = self._in_flight, self._in_flight_tokens, self._healthy, self._ready
+        for family in (*gauges, self._lost_caches, self._phases, self._inter_token):
+            _forget(family, url)
+        self._instances.forget(url)
+        self._pairs.forget(url)
 
     def render(self) -> bytes:
         """The text format of Prometheus."""
