@@ -40,8 +40,6 @@ STAGING_BYTES = 1 << 20
 AT_ONCE = 16
 PEERS_OF_A_PROCESS = 125
 ANSWER_S = 600.0
-IDLE_S = 10.0
-SETTLE_S = 10.0
 NUM_FETCHES = 50
 # Peers stay known, so that a slow machine measures all of them.
 TIMING = kvferry.Timing(idle_peer_s=3600.0, handshake_s=120.0, lease_s=600.0, missed_heartbeats=30)
@@ -185,7 +183,7 @@ def fetches(subject: Remote, one: Remote, role: str) -> list[float]:
     return took
 
 
-def row(role: str, num_peers: int, transport: str) -> dict[str, Any]:
+def row(role: str, num_peers: int, transport: str, idle_s: float) -> dict[str, Any]:
     """A fresh agent, then its peers."""
     names = [f"peer-{number}" for number in range(num_peers)]
     with ExitStack() as stack:
@@ -194,14 +192,14 @@ def row(role: str, num_peers: int, transport: str) -> dict[str, Any]:
         )
         # The first peer of all brings libraries, compiled loops and buffers with it.
         meet(subject, [first], role)
-        subject.ask("usage", SETTLE_S)
-        alone = subject.ask("usage", IDLE_S)
+        subject.ask("usage", idle_s)
+        alone = subject.ask("usage", idle_s)
         began = time.perf_counter()
         meet(subject, crowd, role)
         met_s = time.perf_counter() - began
         # What was kept warm for the last fetches ends in the first part of this time.
-        subject.ask("usage", SETTLE_S)
-        idle = subject.ask("usage", IDLE_S)
+        subject.ask("usage", idle_s)
+        idle = subject.ask("usage", idle_s)
         took = fetches(subject, crowd[0], role)
     each = {name: (idle[name] - alone[name]) / num_peers for name in ("memory_bytes", "descriptors", "threads")}
     return {
@@ -220,11 +218,12 @@ def main() -> None:
     parser.add_argument("--peers", default="1,10,100,1000", help="with commas between them")
     parser.add_argument("--roles", default="source,target")
     parser.add_argument("--transport", default="tcp")
+    parser.add_argument("--idle-s", type=float, default=10.0, help="how long wake-ups are counted")
     options = parser.parse_args()
     rows = []
     for role in options.roles.split(","):
         for number in map(int, options.peers.split(",")):
-            rows.append(row(role, number, options.transport))
+            rows.append(row(role, number, options.transport, options.idle_s))
             say(str(rows[-1]))
     command = " ".join(["python", *sys.argv])
     print(
