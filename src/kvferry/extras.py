@@ -15,6 +15,7 @@ EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "router": ("starlette", "uvicorn", "aiohttp", "prometheus_client", "uvloop", "httptools"),
     "otel": ("opentelemetry.sdk",),
     "kubernetes": ("kubernetes",),
+    "ray": ("ray",),
     "torch": ("torch",),
     "kernels": ("triton",),
     "engine": ("transformers", "tokenizers", "psutil"),
@@ -24,6 +25,7 @@ EXTRAS: Final[dict[str, tuple[str, ...]]] = {
 INCLUDED: Final[dict[str, tuple[str, ...]]] = {
     "otel": ("router",),
     "kubernetes": ("router",),
+    "ray": ("agent", "router"),
     "kernels": ("torch",),
     "engine": ("agent", "native", "router", "torch"),
 }

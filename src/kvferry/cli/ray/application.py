@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 
@@ -12,7 +13,7 @@ from kvferry.cli.ray.engine import END_S, ROUTER, Engine
 from kvferry.cli.ray.placement import check_placement
 from kvferry.cli.ray.router import Router
 from kvferry.cli.ray.scaling import LoadPolicy
-from kvferry.cli.ray.settings import TARGETS, RaySettings, RoleSettings, settings_from
+from kvferry.cli.ray.settings import TARGETS, RaySettings, settings_from
 from kvferry.errors import ConfigurationError
 from kvferry.http.registration import Side
 
@@ -31,7 +32,8 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 def application_of(settings: RaySettings) -> serve.Application:
     """Raises ConfigurationError."""
-    if not (settings.token_file or environment.token_file()):
+    token_file = settings.token_file or environment.token_file()
+    if not token_file:
         raise ConfigurationError(
             "engines on several nodes need a shared token",
             found="no token_file, and no KVFERRY_TOKEN_FILE here",
@@ -40,7 +42,8 @@ def application_of(settings: RaySettings) -> serve.Application:
         )
     if not settings.nodes_may_join:
         check_placement(settings, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-    engines = [_engines(side, role, settings) for side, role in settings.roles.items()]
+    settings = msgspec.structs.replace(settings, token_file=token_file)
+    engines = [_engines(side, settings) for side in settings.roles]
     router = serve.deployment(serve.ingress()(Router)).options(
         name=ROUTER,
         num_replicas=1,
@@ -51,7 +54,8 @@ def application_of(settings: RaySettings) -> serve.Application:
     return router.bind(settings.router_args, settings.token_file, *engines)
 
 
-def _engines(side: Side, role: RoleSettings, settings: RaySettings) -> serve.Application:
+def _engines(side: Side, settings: RaySettings) -> serve.Application:
+    role = settings.roles[side]
     policy = {"policy_function": LoadPolicy, "policy_kwargs": {"target": role.target_load or TARGETS[side]}}
     deployment = serve.deployment(Engine).options(
         name=str(side),

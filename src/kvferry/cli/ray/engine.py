@@ -13,10 +13,9 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from kvferry.cli import environment
 from kvferry.cli.ray.scaling import METRIC
 from kvferry.cli.up.processes import Child
-from kvferry.errors import ConfigurationError, FerryError
+from kvferry.errors import FerryError
 from kvferry.http.registration import Side
 from kvferry.system import os_error_text
 
@@ -40,7 +39,7 @@ class Engine:
     _announcing: asyncio.Task[None] | None = None
     _child: Child | None = None
 
-    async def __init__(self, side: str, words: tuple[str, ...], token_file: str, limits: tuple[float, float]) -> None:
+    def __init__(self, side: str, words: tuple[str, ...], token_file: str, limits: tuple[float, float]) -> None:
         """`words` are options of `kvferry serve`, `limits` those of its start and its drain in seconds.
 
         Raises ConfigurationError.
@@ -49,17 +48,18 @@ class Engine:
         self._load, self._trouble = 0, ""
         context = serve.get_replica_context()
         self._router = serve.get_deployment_handle(ROUTER, context.app_name)
-        host, token_file = ray.util.get_node_ip_address(), token_file or environment.token_file()
+        host = ray.util.get_node_ip_address()
         name = f"{side}-{context.replica_id.unique_id}"
         own = ("--engine-id", name, "--host", host, "--transfer-host", host, "--token-file", token_file)
         self._child = Child(name, ("serve", *own, *words), STDERR.resolve(), port=0)
         try:
-            ready = await asyncio.to_thread(self._child.wait_until_ready, time.monotonic() + start_s)
+            ready = self._child.wait_until_ready(time.monotonic() + start_s)
         except BaseException:
             self._child.stop()
             raise
         self._url = str(ready["url"])
-        self._announcing = asyncio.create_task(self._announce_for_ever())
+        # Serve makes replicas on the event loop where it asks them.
+        self._announcing = asyncio.get_running_loop().create_task(self._announce_for_ever())
 
     async def check_health(self) -> None:
         """Raises FerryError when the process has ended or says that it cannot work; Serve then replaces both."""

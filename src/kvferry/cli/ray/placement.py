@@ -22,7 +22,9 @@ def check_placement(settings: RaySettings, nodes: Sequence[Resources]) -> None:
         if not any(_fits(resources, node) for node in nodes):
             found = "; ".join(map(_shown, nodes)) or "no node"
             expected = f"a node with {_shown(resources)}"
-            raise ConfigurationError(f"no node of the cluster can hold {who}", found=found, expected=expected, hint=HINT)
+            raise ConfigurationError(
+                f"no node of the cluster can hold {who}", found=found, expected=expected, hint=HINT
+            )
         wanted.update({name: amount * number for name, amount in resources.items()})
     total = Counter[str]()
     for node in nodes:

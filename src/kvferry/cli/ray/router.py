@@ -28,7 +28,7 @@ class Router:
     def __init__(self, words: tuple[str, ...], token_file: str, *engines: object) -> None:
         """`engines` are the deployments that start with this one. Raises ConfigurationError."""
         environment.share_api_key()
-        words = ("--accept-registrations", "--token-file", token_file or environment.token_file(), *words)
+        words = ("--accept-registrations", "--token-file", token_file, *words)
         self._app = create_app(config_of(record_of(RouteOptions, context_of(words, route))))
         self._pool = self._app.state.pool
 

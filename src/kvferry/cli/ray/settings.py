@@ -1,4 +1,4 @@
-"""What a fleet on Ray is told: one record, of the arguments of a Serve application or of the options of `kvferry up`."""
+"""What a fleet on Ray is told: one record, from the arguments of a Serve application or the options of `kvferry up`."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class RaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A whole fleet. `extra_args` and `engine_args` are for all engines, and stand before those of a role.
 
-    `token_file` is a path on every node; empty: each node's KVFERRY_TOKEN_FILE. With `nodes_may_join`, resources that
-    no node has now are waited for. `router_args` are options of `kvferry route`.
+    `token_file` is a path on every node; empty: the one of KVFERRY_TOKEN_FILE where the application is built. With
+    `nodes_may_join`, resources that no node has now are waited for. `router_args` are options of `kvferry route`.
     """
 
     model: str = "tiny"
@@ -74,9 +74,9 @@ class RaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """The options of `kvferry serve` for a role, as far as they are the same for all of its engines."""
         role = self.roles[side]
         engine_args = (*self.engine_args, *role.engine_args)
-        limits = ("--drain-timeout", f"{self.drain_timeout_s:g}")
-        model = ("--model", self.model, "--engine", self.engine)
-        return (*model, *limits, *self.extra_args, *role.extra_args, *(("--", *engine_args) if engine_args else ()))
+        own = ("--model", self.model, "--engine", self.engine, "--drain-timeout", f"{self.drain_timeout_s:g}")
+        of_role = ("--role", str(side)) if self.engine == "sglang" else ()
+        return (*own, *of_role, *self.extra_args, *role.extra_args, *(("--", *engine_args) if engine_args else ()))
 
 
 def settings_from(arguments: Mapping[str, Any]) -> RaySettings:
