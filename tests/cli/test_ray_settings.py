@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from kvferry.cli.options import TransferOptions
 from kvferry.cli.ray.placement import check_placement
 from kvferry.cli.ray.scaling import METRIC, LoadPolicy
-from kvferry.cli.ray.settings import settings_from
+from kvferry.cli.ray.settings import TARGETS, RaySettings, settings_from
 from kvferry.cli.ray.up_settings import settings_of
 from kvferry.cli.up import job
 from kvferry.cli.up.command import PlaceOptions, UpOptions
@@ -17,6 +19,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.http.registration import Side
 
 NODE = {"CPU": 8.0, "GPU": 2.0, "memory": 1e11, "node:10.0.0.1": 1.0, "object_store_memory": 1e10}
+FILE = Path(__file__).parents[2] / "deploy/ray/kvferry.yaml"
 GPU = {"resources": {"CPU": 1, "GPU": 1}}
 
 
@@ -38,6 +41,15 @@ def test_words_of_a_role_follow_those_of_all_and_the_servers_own_come_last():
 def test_a_server_of_sglang_is_told_its_role():
     settings = settings_from({"engine": "sglang"})
     assert {side: settings.serve_words(side)[-2:] for side in Side} == {side: ("--role", str(side)) for side in Side}
+
+
+def test_the_file_for_serve_has_settings_that_are_known():
+    """And says of each what it is by itself, but for the numbers of engines."""
+    (application,) = yaml.safe_load(FILE.read_text())["applications"]
+    assert application["import_path"] == "kvferry.ray:app"
+    settings = settings_from(application["args"])
+    assert {side: role.target_load for side, role in settings.roles.items()} == TARGETS
+    assert set(application["args"]) == set(RaySettings.__struct_fields__) - {"start_timeout_s", "router_resources"}
 
 
 def test_serve_run_gives_texts_for_numbers():

@@ -40,8 +40,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def fleet_on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetOnRay]:
     """A cluster of three nodes without a fleet; the driver of this process is connected to it."""
-    folder = tmp_path_factory.mktemp("ray")
-    model = ensure_tiny_model(folder, print)
-    # Ray's sockets lie there, and their paths may not be long.
-    with tempfile.TemporaryDirectory(prefix="ray") as short, FleetOnRay(folder, Path(short), model) as fleet:
+    model = ensure_tiny_model(tmp_path_factory.mktemp("ray"), print)
+    with tempfile.TemporaryDirectory(prefix="ray") as folder, FleetOnRay(Path(folder), model) as fleet:
         yield fleet

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from fleet_on_ray import FleetOnRay, eventually, post
+from fleet_on_ray import FleetOnRay
+from ray_cluster import eventually, post
 
 from kvferry.cli.up.output_check import Question, ask
 from kvferry.errors import ConfigurationError
@@ -19,6 +23,7 @@ from kvferry.errors import ConfigurationError
 NUM_CLIENTS = 8
 NUM_PROMPTS = 12
 NUM_TOKENS = 40
+TEST_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +155,7 @@ def test_it_grows_survives_a_lost_node_and_shrinks_and_no_request_is_lost(fleet,
         fleet.await_engines(1, 1)
         before = load.num_right
         eventually(lambda: load.num_right > before + NUM_CLIENTS, lambda: "the others go on")
-        added = fleet.add_node()
+        added = fleet.add_engine_node()
         fleet.await_engines(2, 2)
         assert {one["role"] for one in fleet.members() if f"//{added}:" in one["url"]} == {"prefill", "decode"}
     assert load.wrong == []
@@ -161,6 +166,29 @@ def test_it_grows_survives_a_lost_node_and_shrinks_and_no_request_is_lost(fleet,
         eventually(lambda: little.num_right > before + 1, lambda: "and they answer")
     assert little.wrong == []
     print(f"{load.num_right + little.num_right} answers, all right")
+
+
+def test_what_serve_adds_to_a_request(fleet):
+    """Figures for docs/ray.md, with `-s`: the same engines behind Serve, and behind a router without it."""
+    fleet.await_engines(1, 1)
+    engines = [word for one in fleet.members() for word in (f"--{one['role']}", one["url"])]
+    command = [sys.executable, "-m", "kvferry"]
+    router = subprocess.Popen([*command, "route", "--port", "0", "--json", *engines], stdout=subprocess.PIPE)
+    try:
+        beside = json.loads(router.stdout.readline())["url"]
+        load = ("--concurrency", "1", "--requests", "50", "--prompt-tokens", "64", "--output-tokens", "16", "--json")
+        for url in (fleet.url, beside, fleet.url, beside):
+            words = [*command, "bench", "serve", "--url", url, *load]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=TEST_S, check=True)
+            figures = json.loads(done.stdout)
+            assert figures["completed"] == 50
+            kept = {
+                name: round(value, 1) for name, value in figures.items() if name in ("median_ttft_ms", "median_e2el_ms")
+            }
+            print("behind Serve:" if url == fleet.url else "without it:", kept)
+    finally:
+        router.terminate()
+        router.communicate(timeout=TEST_S)
 
 
 @pytest.mark.parametrize(

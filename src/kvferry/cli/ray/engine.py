@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -24,7 +25,6 @@ ANNOUNCE_S = 1.0
 ANSWER_S = 5.0
 END_S = 15.0
 """How long an engine may take to end beside its drain."""
-# Where this process writes is what Ray's dashboard shows of it.
 STDERR = Path("/proc/self/fd/2")
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,11 @@ class Engine:
         host = ray.util.get_node_ip_address()
         name = f"{side}-{context.replica_id.unique_id}"
         own = ("--engine-id", name, "--host", host, "--transfer-host", host, "--token-file", token_file)
-        self._child = Child(name, ("serve", *own, *words), STDERR.resolve(), port=0)
+        self._child = Child(name, ("serve", *own, *words), _log(), port=0)
         try:
             ready = self._child.wait_until_ready(time.monotonic() + start_s)
         except BaseException:
-            self._child.stop()
+            self._end(self._child)
             raise
         self._url = str(ready["url"])
         # Serve makes replicas on the event loop where it asks them.
@@ -65,6 +65,8 @@ class Engine:
         """Raises FerryError when the process has ended or says that it cannot work; Serve then replaces both."""
         if self._child is None or not self._child.running:
             raise FerryError("the engine's process has ended", found=self._child.ending if self._child else "")
+        if self._announcing is None or self._announcing.done():
+            raise FerryError("the engine does not tell the router any more that it is there")
         await asyncio.to_thread(_ask, f"{self._url}/health")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -77,7 +79,10 @@ class Engine:
             return
         self._announcing.cancel()
         await self._announce(leaving=True)
-        await asyncio.to_thread(self._child.drain, self._drain_s + END_S)
+        await asyncio.to_thread(self._end, self._child)
+
+    def _end(self, child: Child) -> None:
+        child.drain(self._drain_s + END_S)
 
     async def _announce_for_ever(self) -> None:
         while True:
@@ -95,6 +100,12 @@ class Engine:
         if trouble and trouble != self._trouble:
             logger.warning("the router does not know this engine: %s", trouble)
         self._trouble = trouble
+
+
+def _log() -> Path:
+    """Where this process writes, which Ray's dashboard shows; a file in the temporary folder where that is no file."""
+    here = STDERR.resolve()
+    return here if here.is_file() else Path(tempfile.mkdtemp(prefix="kvferry-")) / "engine.log"
 
 
 def _ask(url: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import socket
 import time
 import urllib.request
 from typing import Any
@@ -12,7 +14,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from kvferry.cli import console
+from kvferry.cli import console, environment
 from kvferry.cli.options import HERE
 from kvferry.cli.ray.application import application_of
 from kvferry.cli.ray.settings import RaySettings
@@ -54,16 +56,12 @@ class RayFleet:
     def start(self) -> None:
         """Returns when all engines are ready. Raises ConfigurationError, before anything is started where it can."""
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        try:
-            ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
-        except (ConnectionError, RayError) as error:
-            hint = "start one: ray start --head; or name one: RAY_ADDRESS=HOST:PORT"
-            raise ConfigurationError("no Ray cluster can be used here", found=str(error), hint=hint) from error
+        _connect(environment.ray_address())
         application = application_of(self._settings)
         status = serve.status()
         if NAME in status.applications:
             hint = f"remove it: serve shutdown; or in Python: serve.delete({NAME!r})"
-            found = str(status.applications[NAME].status)
+            found = status.applications[NAME].status.value
             raise ConfigurationError(f"the application {NAME} is on this cluster already", found=found, hint=hint)
         if not status.proxies:
             with listening.listen(HERE, self._port) as free:
@@ -92,6 +90,24 @@ class RayFleet:
         self.url, self.model = url, _ready(url, Side.DECODE)[0]["models"][0]
         self.prefill_urls, self.decode_urls = (tuple(one["url"] for one in _ready(url, side)) for side in Side)
         console.say(f"the router is ready at {url}; engines: {', '.join((*self.prefill_urls, *self.decode_urls))}")
+
+
+def _connect(address: str) -> None:
+    """Raises ConfigurationError where no cluster answers."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdecimal():
+            # Ray itself would go on trying for minutes.
+            socket.create_connection((host.removeprefix("ray://"), int(port)), ANSWER_S).close()
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+    except (OSError, RayError) as error:
+        found = f"{address}: {os_error_text(error)}" if address and isinstance(error, OSError) else str(error)
+        hint = "start one: ray start --head; or name one: RAY_ADDRESS=HOST:PORT"
+        raise ConfigurationError("no Ray cluster can be used here", found=found, hint=hint) from error
+    for number, handler in handlers.items():
+        # Ray's own would abort at SIGTERM, and leave the fleet behind.
+        signal.signal(number, handler)
 
 
 def _failed(state: Any) -> ConfigurationError:

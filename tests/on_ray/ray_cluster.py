@@ -1,0 +1,113 @@
+"""A Ray cluster in this network namespace, whose nodes have addresses of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+DEADLINE_S = 180.0
+HEADERS = {"content-type": "application/json", "x-kvferry-report": "true"}
+ADDRESS = "10.78.0."
+# Of a node's memory, the least that Ray takes for its objects: we give it none.
+OBJECT_BYTES = 80 << 20
+PORT = 8000
+# In milliseconds: when a node is lost.
+QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Otherwise replicas say every ten seconds what they have to do.
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+}
+
+
+class RayCluster:
+    """The first node has the resource `head`, and HTTP at `url`; this process is the cluster's driver.
+
+    `folder` is where Ray's files lie: its sockets too, whose paths may not be long.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = f"http://127.0.0.1:{PORT}"
+        self.nodes: dict[str, Any] = {}
+        self._num_nodes = 0
+        self.token = folder / "token"
+        self.token.touch(0o600)
+        self.token.write_text(secrets.token_hex(32))
+
+    def __enter__(self) -> RayCluster:
+        home = self.folder / "home"
+        home.mkdir()
+        with ExitStack() as undo:
+            undo.enter_context(patch.dict(os.environ, VARIABLES, HOME=str(home), RAY_TMPDIR=str(self.folder)))
+            # It reads its variables when it is imported.
+            import ray
+            from ray import serve
+            from ray.cluster_utils import Cluster
+
+            self.cluster = Cluster()
+            undo.callback(self.cluster.shutdown)
+            self._add({"head": 1}, {}, include_dashboard=False, _system_config=QUICK)
+            ray.init(address=self.cluster.address, log_to_driver=False)
+            undo.callback(ray.shutdown)
+            serve.start(http_options={"host": "127.0.0.1", "port": PORT}, proxy_location="HeadOnly")
+            undo.callback(serve.shutdown)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def add_node(self, *resources: str, variables: Mapping[str, str] | None = None) -> str:
+        """One with these resources, one of each; its address."""
+        return self._add(dict.fromkeys(resources, 1), variables or {})
+
+    def kill_node(self, address: str) -> None:
+        self.cluster.remove_node(self.nodes.pop(address), allow_graceful=False)
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "ray" / "session_latest" / "logs"
+
+    def _add(self, resources: dict[str, int], variables: Mapping[str, str], **more: object) -> str:
+        self._num_nodes += 1
+        address = f"{ADDRESS}{self._num_nodes}"
+        subprocess.run(["ip", "address", "add", f"{address}/24", "dev", "lo"], check=True, timeout=30)
+        own = {"num_cpus": 2, "resources": resources, "object_store_memory": OBJECT_BYTES}
+        own["env_vars"] = {name: value.format(address=address) for name, value in variables.items()}
+        self.nodes[address] = self.cluster.add_node(node_ip_address=address, **own, **more)
+        return address
+
+
+def get(url: str) -> dict:
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
+        return json.load(response)
+
+
+def post(url: str, body: object) -> tuple[int, dict]:
+    """Status and body."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), HEADERS)
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code, json.load(refused)
+
+
+def eventually(condition: Callable[[], bool], what: Callable[[], str]) -> None:
+    """Wait for a condition of another process; fails at the deadline, and says `what` there is."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what()}"
+        time.sleep(0.1)
