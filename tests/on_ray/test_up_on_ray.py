@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from fleet_on_ray import FleetOnRay
-from ray_cluster import post
+from ray_cluster import eventually, post
 
 TIMEOUT_S = 240
 FILE = Path(__file__).parents[2] / "deploy/ray/kvferry.yaml"
@@ -91,6 +91,13 @@ def test_the_file_for_serve_makes_a_fleet(fleet_on_ray: FleetOnRay, tmp_path):
     variables = os.environ | {"RAY_ADDRESS": fleet_on_ray.cluster.address}
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=variables)
     assert done.returncode == 0, done.stderr
+    application = {}
+
+    def runs() -> bool:
+        application["now"] = serve.status().applications["kvferry"]
+        return application["now"].status == "RUNNING"
+
+    eventually(runs, lambda: str(application))
     fleet_on_ray.await_engines(1, 1)
     body = {"model": "tiny", "prompt": "The ferry", "max_tokens": 3}
     assert post(f"{fleet_on_ray.url}/v1/completions", body)[0] == 200
