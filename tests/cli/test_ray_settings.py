@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from kvferry.cli import main
 from kvferry.cli.options import TransferOptions
 from kvferry.cli.ray.placement import check_placement
 from kvferry.cli.ray.scaling import METRIC, LoadPolicy
@@ -72,6 +75,9 @@ def test_serve_run_gives_texts_for_numbers():
         ({"prefill": {"resources": {}}}, "no resources", "{}"),
         ({"prefill": {"resources": {"GPU": 0}}}, "cannot give", "GPU: 0"),
         ({"decode": {"resources": {"GPU": 1.5}}}, "cannot give", "GPU: 1.5"),
+        ({"engine": "tensorrt"}, "unknown engine", "tensorrt"),
+        ({"extra_args": ["--transport", "pigeon"]}, "unknown transport", "pigeon"),
+        ({"router_args": ["--prefill-fallback", "wait"]}, "invalid --prefill-fallback", "wait"),
         ({"extra_args": ["--nope"]}, "kvferry serve does not take", "--nope"),
         ({"extra_args": ["--port", "1"]}, "cannot stand in extra_args", "--port"),
         ({"extra_args": ["--api-key", "secret"]}, "cannot stand in extra_args", "--api-key"),
@@ -136,3 +142,27 @@ def test_resources_of_up_are_names_and_numbers():
     options = UpOptions(place=PlaceOptions("ray", ["GPU"]))
     with pytest.raises(ConfigurationError, match="invalid --resources"):
         settings_of(options, job._fleet_options(options, "folder", "tiny"), [])
+
+
+def test_without_ray_up_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name == "ray" or name.startswith(("ray.", "kvferry.cli.ray."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    found = CliRunner().invoke(main.app, ["up", "--on", "ray", "--once", "The ferry"])
+    assert found.exit_code == 2
+    assert "the Python package ray is not installed: pip install 'kvferry[ray]'" in found.output
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--on", "mars"], "unknown place for a fleet"),
+        (["--resources", "GPU=1"], "no effect without --on ray"),
+        (["--token-file", "token"], "no effect without --on ray"),
+        (["--on", "ray", "--log-dir", "logs"], "no effect beside --on ray"),
+    ],
+)
+def test_options_of_ray_have_an_effect_on_ray_only(words, what):
+    found = CliRunner().invoke(main.app, ["up", *words])
+    assert found.exit_code == 2
+    assert what in " ".join(found.output.split())

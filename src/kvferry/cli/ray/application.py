@@ -15,11 +15,14 @@ from kvferry.cli.ray.router import Router
 from kvferry.cli.ray.scaling import LoadPolicy
 from kvferry.cli.ray.settings import TARGETS, RaySettings, settings_from
 from kvferry.errors import ConfigurationError
+from kvferry.extras import how_to_install
 from kvferry.http.registration import Side
 
 # A router has no queue, and its own limits: Serve is to pass everything on.
 NUM_REQUESTS = 1_000_000
 HEALTH_S = 2.0
+# Older ones make no application of Serve later than its class, and have other contexts of policies.
+OLDEST = (2, 60)
 
 
 def app(args: dict[str, Any]) -> serve.Application:
@@ -32,6 +35,7 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 def application_of(settings: RaySettings) -> serve.Application:
     """Raises ConfigurationError."""
+    _check_version(ray.__version__)
     token_file = settings.token_file or environment.token_file()
     if not token_file:
         raise ConfigurationError(
@@ -52,6 +56,13 @@ def application_of(settings: RaySettings) -> serve.Application:
         ray_actor_options=_actor_options(settings.router_resources),
     )
     return router.bind(settings.router_args, settings.token_file, *engines)
+
+
+def _check_version(version: str) -> None:
+    found = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if found < OLDEST:
+        expected = f"{'.'.join(map(str, OLDEST))} or newer"
+        raise ConfigurationError("this Ray is too old", found=version, expected=expected, hint=how_to_install("ray"))
 
 
 def _engines(side: Side, settings: RaySettings) -> serve.Application:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
+from typer import Context
 
-from kvferry.cli.options import context_of, is_given, option_of
-from kvferry.cli.route.command import route
-from kvferry.cli.serve.command import serve
+from kvferry.cli.engine_choice import OTHER_ENGINES
+from kvferry.cli.options import context_of, is_given, option_of, record_of
+from kvferry.cli.route.command import RouteOptions, route
+from kvferry.cli.route.server import config_of
+from kvferry.cli.serve.command import ServeOptions, serve
 from kvferry.errors import ConfigurationError
 from kvferry.http.registration import Side
 
@@ -89,11 +93,16 @@ def settings_from(arguments: Mapping[str, Any]) -> RaySettings:
     except msgspec.ValidationError as error:
         known = ", ".join(RaySettings.__struct_fields__)
         raise ConfigurationError("invalid settings of a fleet on Ray", found=str(error), expected=known) from error
+    if settings.engine not in (expected := ("transformers", *OTHER_ENGINES)):
+        raise ConfigurationError("unknown engine", found=settings.engine, expected=" or ".join(expected))
     _check_resources("the router", settings.router_resources, may_be_none=True)
     for side, role in settings.roles.items():
         _check_role(side, role)
-        _check_words("extra_args", (*settings.extra_args, *role.extra_args), serve, NOT_OF_SERVE)
-    _check_words("router_args", settings.router_args, route, NOT_OF_ROUTE)
+        words = _checked("extra_args", (*settings.extra_args, *role.extra_args), serve, NOT_OF_SERVE)
+        record_of(ServeOptions, words).transfer.check()
+    routing = record_of(RouteOptions, _checked("router_args", settings.router_args, route, NOT_OF_ROUTE))
+    # With an engine that it is told, a router needs no token for others.
+    config_of(replace(routing, decode=routing.decode or ["http://127.0.0.1:1"]))
     return settings
 
 
@@ -119,7 +128,7 @@ def _check_resources(who: str, resources: Mapping[str, float], may_be_none: bool
             raise ConfigurationError(f"{who} has a resource that Ray cannot give", found=found, expected=expected)
 
 
-def _check_words(field: str, words: tuple[str, ...], command: Any, refused: tuple[str, ...]) -> None:
+def _checked(field: str, words: tuple[str, ...], command: Any, refused: tuple[str, ...]) -> Context:
     context = context_of(words, command)
     given = next((name for name in refused if is_given(context, name)), "")
     if given or context.args:
@@ -127,3 +136,4 @@ def _check_words(field: str, words: tuple[str, ...], command: Any, refused: tupl
         expected = "options that are not set by Ray, by another field, or in the environment of the nodes"
         hint = "what is for the engine's own server stands in engine_args" if context.args else ""
         raise ConfigurationError(f"this cannot stand in {field}", found=found, expected=expected, hint=hint)
+    return context

@@ -100,6 +100,6 @@ def _check_place(context: typer.Context, place: PlaceOptions) -> None:
     if place.on not in ("here", "ray"):
         raise ConfigurationError("unknown place for a fleet", found=place.on, expected="--on here, or --on ray")
     if place.on == "ray":
-        check_unused(context, ("log_dir",), "--on ray: Ray keeps the logs")
+        check_unused(context, ("log_dir",), "beside --on ray: Ray keeps the logs")
     else:
         check_unused(context, ("resources", "token_file"), "without --on ray")
