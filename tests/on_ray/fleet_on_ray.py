@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.error
 from collections import Counter
 from pathlib import Path
 
@@ -47,7 +48,12 @@ class FleetOnRay(RayCluster):
         seen: list[object] = []
 
         def as_expected() -> bool:
-            members = self.members()
+            try:
+                members = self.members()
+            except urllib.error.URLError as error:
+                # Without a router Serve answers 503.
+                seen[:] = [error]
+                return False
             seen[:] = [(one["url"], one["ready"], one["in_flight_tokens"]) for one in members]
             return Counter(one["role"] for one in members if one["ready"]) == expected
 

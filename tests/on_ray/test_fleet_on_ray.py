@@ -140,6 +140,21 @@ def test_an_engine_whose_process_dies_is_started_again(fleet, answers):
     assert load.num_right > 0
 
 
+def test_a_router_that_dies_is_started_again_and_finds_the_engines(fleet, answers):
+    fleet.await_engines(1, 1)
+    engines = {one["url"] for one in fleet.members()}
+    (router,) = [one for one in psutil.process_iter() if one.name().startswith("ray::ServeRepl") and is_router(one)]
+    router.kill()
+    router.wait(TEST_S)
+    fleet.await_engines(1, 1)
+    assert {one["url"] for one in fleet.members()} == engines
+    assert stream(fleet)(0) == answers[0]
+
+
+def is_router(process: psutil.Process) -> bool:
+    return ":router" in " ".join(process.cmdline())
+
+
 def process_at(url: str) -> int:
     """The process that listens at this address."""
     port = int(url.rpartition(":")[2])
