@@ -112,9 +112,9 @@ ALONE := unshare --net sh -c 'ip link set lo up && KVFERRY_RAY=alone exec "$$@"'
 test-ray: .venv/dev .venv/ray
 	$(ALONE) $(BIN)/python -m pytest tests/on_ray $(ARGS)
 
-# Ray Serve LLM with real vLLM on the CPU.
+# Real vLLM on the CPU: in our application, and in Ray Serve LLM.
 test-ray-llm: $(RAY_LLM_ENVIRONMENT)/ready
-	$(ALONE) $(RAY_LLM_ENVIRONMENT)/bin/python -m pytest tests/on_ray/test_serve_llm.py -o faulthandler_timeout=600 $(ARGS)
+	$(ALONE) $(RAY_LLM_ENVIRONMENT)/bin/python -m pytest tests/on_ray/test_vllm_on_ray.py -o faulthandler_timeout=600 $(ARGS)
 
 # The documentation as a site in build/site; a link that leads nowhere is an error.
 docs: .venv/docs

@@ -42,4 +42,6 @@ def fleet_on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetOnRa
     """A cluster of three nodes without a fleet; the driver of this process is connected to it."""
     model = ensure_tiny_model(tmp_path_factory.mktemp("ray"), print)
     with tempfile.TemporaryDirectory(prefix="ray") as folder, FleetOnRay(Path(folder), model) as fleet:
+        fleet.add_engine_node()
+        fleet.add_engine_node()
         yield fleet

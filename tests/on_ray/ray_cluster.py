@@ -9,10 +9,11 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 DEADLINE_S = 180.0
@@ -45,7 +46,7 @@ class RayCluster:
         self.token.touch(0o600)
         self.token.write_text(secrets.token_hex(32))
 
-    def __enter__(self) -> RayCluster:
+    def __enter__(self) -> Self:
         home = self.folder / "home"
         home.mkdir()
         with ExitStack() as undo:
@@ -74,6 +75,33 @@ class RayCluster:
 
     def kill_node(self, address: str) -> None:
         self.cluster.remove_node(self.nodes.pop(address), allow_graceful=False)
+
+    def members(self) -> list[dict]:
+        """What the router of a fleet knows of its engines."""
+        return get(f"{self.url}/kvferry/members")["members"]
+
+    def await_engines(self, num_prefill: int, num_decode: int) -> None:
+        """Until so many of each role are ready, as the router sees it."""
+        expected = {"prefill": num_prefill, "decode": num_decode}
+        seen: list[object] = []
+
+        def as_expected() -> bool:
+            try:
+                members = self.members()
+            except urllib.error.URLError as error:
+                # Without a router Serve answers 503.
+                seen[:] = [error]
+                return False
+            seen[:] = [(one["url"], one["ready"], one["in_flight_tokens"]) for one in members]
+            return Counter(one["role"] for one in members if one["ready"]) == expected
+
+        eventually(as_expected, lambda: f"{expected}; the router: {seen}; Serve: {self._states()}")
+
+    def _states(self) -> object:
+        from ray import serve
+
+        applications = serve.status().applications
+        return {name: one.replica_states for app in applications.values() for name, one in app.deployments.items()}
 
     @property
     def logs(self) -> Path:

@@ -1,4 +1,4 @@
-"""Ray Serve LLM's own builder of prefill and decode, by configuration only: our connector in real vLLM on two nodes."""
+"""Real vLLM on two nodes: in our application, and in Ray Serve LLM's own, which is told of our connector."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from engine_server import VLLM_ON_CPU, is_installed
-from ray_cluster import RayCluster, post
+from ray_cluster import RayCluster, eventually, post
 from tiny_models import model_folder
 
 from kvferry.embedded.model.greedy_answer import greedy_tokens
@@ -62,10 +63,56 @@ def test_the_cache_moves_between_replicas_and_the_answer_is_right(cluster: RayCl
         "decode_config": side(model, "decode", "kv_consumer", cluster.token),
     }
     serve.run(build_pd_openai_app(arguments), name="pd", route_prefix="/")
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "return_token_ids": True}
-    status, answer = post(f"{cluster.url}/v1/completions", body)
-    assert status == 200, answer
-    assert tuple(answer["choices"][0]["token_ids"]) == greedy_tokens(model, PROMPT, NUM_TOKENS)
+    assert answer_of(cluster) == greedy_tokens(model, PROMPT, NUM_TOKENS)
     logs = "".join(path.read_text(errors="replace") for path in cluster.logs.glob("worker-*"))
     assert logs.count("kvferry fetches from ") == 1
     assert all(f"kvferry rank 0 of 1 listens at tcp://{address}:" in logs for address in list(cluster.nodes)[1:])
+    serve.delete("pd")
+
+
+def test_servers_of_vllm_in_our_application_leave_nothing_behind(cluster: RayCluster, model: str):
+    from ray import serve
+
+    from kvferry.ray import app
+
+    arguments = {
+        "model": model,
+        "engine": "vllm",
+        "token_file": str(cluster.token),
+        "drain_timeout_s": 20,
+        "router_resources": {"head": 1},
+        "extra_args": ["--served-name", "tiny", "--dtype", "float32"],
+        "engine_args": ["--enforce-eager", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(128 << 20)],
+        "prefill": {"resources": {"prefill": 1}},
+        "decode": {"resources": {"decode": 1}},
+    }
+    serve.run(app(arguments), name="fleet", route_prefix="/")
+    cluster.await_engines(1, 1)
+    assert answer_of(cluster) == greedy_tokens(model, PROMPT, NUM_TOKENS)
+    assert servers_of_vllm() != []
+    # The replica of the prefill engine: nobody asks it to end anything.
+    before = next(one["url"] for one in cluster.members() if one["role"] == "prefill")
+    lost = servers_of_vllm(f"--port {before.rpartition(':')[2]} ")
+    (replica,) = lost[0].parent().parents()[:1]
+    replica.kill()
+    psutil.wait_procs(lost, timeout=60)
+    assert [one for one in lost if one.is_running()] == []
+    eventually(lambda: before not in [one["url"] for one in cluster.members()], lambda: "it is forgotten")
+    cluster.await_engines(1, 1)
+    assert answer_of(cluster) == greedy_tokens(model, PROMPT, NUM_TOKENS)
+    serve.delete("fleet")
+    assert servers_of_vllm() == []
+
+
+def answer_of(cluster: RayCluster) -> tuple[int, ...]:
+    """Of a prefill engine and a decode engine together."""
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "return_token_ids": True}
+    status, answer = post(f"{cluster.url}/v1/completions", body)
+    assert status == 200, answer
+    return tuple(answer["choices"][0]["token_ids"])
+
+
+def servers_of_vllm(words: str = "") -> list[psutil.Process]:
+    """The processes of `vllm serve` whose command lines hold these words."""
+    found = [(one, " ".join(one.info["cmdline"] or ()) + " ") for one in psutil.process_iter(["cmdline"])]
+    return [one for one, line in found if "vllm.entrypoints.cli.main serve" in line and words in line]
