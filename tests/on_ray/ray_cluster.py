@@ -11,10 +11,12 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 from unittest.mock import patch
+
+import psutil
 
 DEADLINE_S = 180.0
 HEADERS = {"content-type": "application/json", "x-kvferry-report": "true"}
@@ -139,3 +141,15 @@ def eventually(condition: Callable[[], bool], what: Callable[[], str]) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what()}"
         time.sleep(0.1)
+
+
+def processes(*words: str) -> list[psutil.Process]:
+    """Those of this network namespace whose command lines hold one of these words: others may run the same tests."""
+    here = os.stat("/proc/self/ns/net").st_ino
+    found = []
+    for one in psutil.process_iter(["cmdline"]):
+        line = " ".join(one.info["cmdline"] or ())
+        with suppress(OSError):
+            if any(word in line for word in words) and os.stat(f"/proc/{one.pid}/ns/net").st_ino == here:
+                found.append(one)
+    return found

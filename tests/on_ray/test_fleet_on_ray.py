@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 from fleet_on_ray import FleetOnRay
-from ray_cluster import eventually, post
+from ray_cluster import eventually, post, processes
 
 from kvferry.cli.up.output_check import Question, ask
 from kvferry.errors import ConfigurationError
@@ -143,16 +143,12 @@ def test_an_engine_whose_process_dies_is_started_again(fleet, answers):
 def test_a_router_that_dies_is_started_again_and_finds_the_engines(fleet, answers):
     fleet.await_engines(1, 1)
     engines = {one["url"] for one in fleet.members()}
-    (router,) = [one for one in psutil.process_iter() if one.name().startswith("ray::ServeRepl") and is_router(one)]
+    (router,) = processes("ray::ServeReplica:fleet:router")
     router.kill()
     router.wait(TEST_S)
     fleet.await_engines(1, 1)
     assert {one["url"] for one in fleet.members()} == engines
     assert stream(fleet)(0) == answers[0]
-
-
-def is_router(process: psutil.Process) -> bool:
-    return ":router" in " ".join(process.cmdline())
 
 
 def process_at(url: str) -> int:

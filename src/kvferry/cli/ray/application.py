@@ -21,6 +21,8 @@ from kvferry.http.registration import Side
 # A router has no queue, and its own limits: Serve is to pass everything on.
 NUM_REQUESTS = 1_000_000
 HEALTH_S = 2.0
+# Ray would kill the process that ends the engine's own server, and leave the server behind.
+OF_ENGINES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 # Older ones make no application of Serve later than its class, and have other contexts of policies.
 OLDEST = (2, 60)
 
@@ -80,7 +82,7 @@ def _engines(side: Side, settings: RaySettings) -> serve.Application:
         },
         placement_group_bundles=[role.resources],
         placement_group_strategy="STRICT_PACK",
-        ray_actor_options=_actor_options(role.resources),
+        ray_actor_options=_actor_options(role.resources) | {"runtime_env": {"env_vars": OF_ENGINES}},
         health_check_period_s=HEALTH_S,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=settings.drain_timeout_s + 2 * END_S,
