@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import psutil
 
-DEADLINE_S = 180.0
+DEADLINE_S = 240.0
 HEADERS = {"content-type": "application/json", "x-kvferry-report": "true"}
 ADDRESS = "10.78.0."
 # Of a node's memory, the least that Ray takes for its objects: we give it none.

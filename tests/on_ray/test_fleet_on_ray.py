@@ -21,8 +21,10 @@ from kvferry.cli.up.output_check import Question, ask
 from kvferry.errors import ConfigurationError
 
 NUM_CLIENTS = 8
-NUM_PROMPTS = 12
-NUM_TOKENS = 40
+NUM_PROMPTS = 6
+# Eight clients with such prompts keep two prefill engines busy, however slow decode is; one client does not keep one.
+PROMPT_TOKENS = 400
+NUM_TOKENS = 80
 TEST_S = 120
 
 
@@ -39,7 +41,9 @@ def fleet(fleet_on_ray: FleetOnRay) -> FleetOnRay:
 
 
 def prompts() -> list[list[int]]:
-    return [[random.Random(100 * p + i).randrange(300, 1000) for i in range(100 + p)] for p in range(NUM_PROMPTS)]
+    return [
+        [random.Random(100 * p + i).randrange(300, 1000) for i in range(PROMPT_TOKENS + p)] for p in range(NUM_PROMPTS)
+    ]
 
 
 def question(prompt: list[int]) -> Question:
