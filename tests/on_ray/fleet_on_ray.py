@@ -19,14 +19,14 @@ class FleetOnRay(RayCluster):
 
     def arguments(self, **changes: object) -> dict[str, object]:
         """Of the application, as they stand in a file for `serve deploy`."""
-        role = {"max_replicas": 2, "upscale_delay_s": 2, "downscale_delay_s": 8, "look_back_s": 6}
+        role = {"max_replicas": 2, "upscale_delay_s": 2, "downscale_delay_s": 15, "look_back_s": 6}
         whole: dict[str, object] = {
             "model": self.model,
             "token_file": str(self.token),
             "drain_timeout_s": 30,
             "extra_args": ["--served-name", "tiny", "--transport", "tcp", "--simulated-step", "token=1ms,step=10ms"],
             "router_resources": {"head": 1},
-            "prefill": {**role, "resources": {"prefill": 1}, "target_load": 250},
+            "prefill": {**role, "resources": {"prefill": 1}, "target_load": 60},
             "decode": {**role, "resources": {"decode": 1}, "target_load": 3},
         }
         return whole | changes

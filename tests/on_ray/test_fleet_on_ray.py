@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 
 import psutil
 import pytest
@@ -21,11 +22,15 @@ from kvferry.cli.up.output_check import Question, ask
 from kvferry.errors import ConfigurationError
 
 NUM_CLIENTS = 8
-NUM_PROMPTS = 6
-# Eight clients with such prompts keep two prefill engines busy, however slow decode is; one client does not keep one.
+LONG = range(6)
+SHORT = (6,)
+# Eight clients with long prompts keep two prefill engines busy, however slow decode is; the short one does not.
 PROMPT_TOKENS = 400
+SHORT_TOKENS = 20
 NUM_TOKENS = 80
 TEST_S = 120
+
+Answers = list[tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +46,9 @@ def fleet(fleet_on_ray: FleetOnRay) -> FleetOnRay:
 
 
 def prompts() -> list[list[int]]:
-    return [
-        [random.Random(100 * p + i).randrange(300, 1000) for i in range(PROMPT_TOKENS + p)] for p in range(NUM_PROMPTS)
-    ]
+    """Long ones, and a short one at the end."""
+    lengths = [*(PROMPT_TOKENS + number for number in LONG), SHORT_TOKENS]
+    return [[random.Random(100 * p + i).randrange(300, 1000) for i in range(size)] for p, size in enumerate(lengths)]
 
 
 def question(prompt: list[int]) -> Question:
@@ -68,15 +73,16 @@ def answers(fleet: FleetOnRay) -> list[tuple[int, ...]]:
 class Load:
     """Clients that ask, one question after the other, until the end; `wrong` are the answers that were not right."""
 
-    def __init__(self, num_clients: int, ask_one: Callable[[int], object], answers: list[tuple[int, ...]]) -> None:
-        self._ask_one, self._answers, self._num_clients = ask_one, answers, num_clients
+    def __init__(self, clients: Sequence[Sequence[int]], ask_one: Callable[[int], object], answers: Answers) -> None:
+        """`clients` are the numbers of the prompts that each of them asks."""
+        self._ask_one, self._answers, self._numbers = ask_one, answers, clients
         self._is_over = threading.Event()
         self.num_right = 0
         self.wrong: list[object] = []
 
     def __enter__(self) -> Load:
-        self._threads = ThreadPoolExecutor(self._num_clients)
-        self._clients = [self._threads.submit(self._run, number) for number in range(self._num_clients)]
+        self._threads = ThreadPoolExecutor(len(self._numbers))
+        self._clients = [self._threads.submit(self._run, cycle(numbers)) for numbers in self._numbers]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,9 +91,9 @@ class Load:
         for client in self._clients:
             client.result()
 
-    def _run(self, number: int) -> None:
+    def _run(self, numbers: Iterator[int]) -> None:
         while not self._is_over.is_set():
-            number = (number + 1) % NUM_PROMPTS
+            number = next(numbers)
             found = self._ask_one(number)
             if found == self._answers[number]:
                 self.num_right += 1
@@ -137,7 +143,7 @@ def test_an_engine_whose_process_dies_is_started_again(fleet, answers):
     fleet.await_engines(1, 1)
     before = url_of(fleet, "prefill")
     os.kill(process_at(before), signal.SIGKILL)
-    with Load(2, whole_answer(fleet), answers) as load:
+    with Load([LONG, LONG], whole_answer(fleet), answers) as load:
         eventually(lambda: before not in [one["url"] for one in fleet.members()], lambda: "the router has forgotten it")
         fleet.await_engines(1, 1)
     assert load.wrong == []
@@ -163,7 +169,7 @@ def process_at(url: str) -> int:
 
 
 def test_it_grows_survives_a_lost_node_and_shrinks_and_no_request_is_lost(fleet, answers):
-    with Load(NUM_CLIENTS, whole_answer(fleet), answers) as load:
+    with Load([LONG] * NUM_CLIENTS, whole_answer(fleet), answers) as load:
         fleet.await_engines(2, 2)
         lost = url_of(fleet, "decode").split("//")[1].split(":")[0]
         fleet.kill_node(lost)
@@ -175,7 +181,7 @@ def test_it_grows_survives_a_lost_node_and_shrinks_and_no_request_is_lost(fleet,
         assert {one["role"] for one in fleet.members() if f"//{added}:" in one["url"]} == {"prefill", "decode"}
     assert load.wrong == []
     # Streams that are open when an engine is to end go on to their end.
-    with Load(1, stream(fleet), answers) as little:
+    with Load([SHORT], stream(fleet), answers) as little:
         fleet.await_engines(1, 1)
         before = little.num_right
         eventually(lambda: little.num_right > before + 1, lambda: "and they answer")
