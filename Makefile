@@ -13,6 +13,7 @@ VLLM_ENVIRONMENT := .venv-vllm$(addprefix -,$(filter-out $(NEWEST_VLLM),$(VLLM))
 # one: one of 5.18.0 to 5.24.0.
 TRANSFORMERS ?= 5.18.0
 TRANSFORMERS_ENVIRONMENT := .venv-transformers-$(TRANSFORMERS)
+RAY_LLM_ENVIRONMENT := .venv-ray-llm
 ARGS ?=
 FRAMES ?= 100000
 # Processes that run unit tests, and files of end-to-end tests, which start processes of their own, at a time.
@@ -22,7 +23,7 @@ BIN := .venv/bin
 VLLM_BIN = $(VLLM_ENVIRONMENT)/bin
 SGLANG_BIN := .venv-sglang/bin
 
-.PHONY: up test check unit e2e e2e-hosts slow accuracy simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-catalog test-chart docs docs-serve format clean
+.PHONY: up test check unit e2e e2e-hosts slow accuracy simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-catalog test-chart test-ray test-ray-llm docs docs-serve format clean
 
 # Where the weights are not to be had, kvferry says what there is instead.
 up: .venv/engine
@@ -106,6 +107,15 @@ test-catalog: .venv/dev $(VLLM_ENVIRONMENT)/ready
 test-chart: .venv/dev .venv/chart
 	$(BIN)/pytest tests/deploy $(ARGS)
 
+# A cluster of Ray in a network namespace, because Ray listens on all addresses; needs root.
+ALONE := unshare --net sh -c 'ip link set lo up && KVFERRY_RAY=alone exec "$$@"' -
+test-ray: .venv/dev .venv/ray
+	$(ALONE) $(BIN)/python -m pytest tests/on_ray $(ARGS)
+
+# Real vLLM on the CPU: in our application, and in Ray Serve LLM.
+test-ray-llm: $(RAY_LLM_ENVIRONMENT)/ready
+	$(ALONE) $(RAY_LLM_ENVIRONMENT)/bin/python -m pytest tests/on_ray/test_vllm_on_ray.py -o faulthandler_timeout=600 $(ARGS)
+
 # The documentation as a site in build/site; a link that leads nowhere is an error.
 docs: .venv/docs
 	@$(BIN)/zensical build --clean --strict
@@ -118,7 +128,7 @@ format: .venv/dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-vllm* .venv-transformers-* .venv-sglang build .cache
+	rm -rf .venv .venv-ray-llm .venv-vllm* .venv-transformers-* .venv-sglang build .cache
 
 # Words go to stderr, so that `make up ARGS='… --json'` leaves stdout to the JSON.
 # $(call environment,folder): a new one, of a Python that is new enough; else pip would blame the packages.
@@ -150,6 +160,11 @@ environment = test -x $(1)/bin/python || { \
 	@$(BIN)/pip install --quiet --editable ".[chart]" >&2
 	@touch $@
 
+# Ray with Serve: 335 MB.
+.venv/ray: .venv/engine
+	@$(BIN)/pip install --quiet --editable ".[ray]" >&2
+	@touch $@
+
 .venv/dev: .venv/engine
 	@$(BIN)/pip install --quiet --editable ".[engine,nixl,dev]" >&2
 	@touch $@
@@ -158,12 +173,14 @@ environment = test -x $(1)/bin/python || { \
 	@$(BIN)/pip install --quiet --editable ".[docs]" >&2
 	@touch $@
 
+# $(call on_top,folder,environment): a new one that has what the other one has.
+on_top = $(2)/bin/python -m venv --without-pip $(1) && cd $(1)/lib/python3*/site-packages && \
+	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(2)/lib/python3*/site-packages)')" > beneath.pth
+
 # On top of .venv: what another transformers needs and .venv does not have, about 130 MB.
 $(TRANSFORMERS_ENVIRONMENT)/ready: .venv/dev
 	@echo "installing transformers $(TRANSFORMERS) into $(TRANSFORMERS_ENVIRONMENT) (once)" >&2
-	@$(BIN)/python -m venv --without-pip $(TRANSFORMERS_ENVIRONMENT)
-	@cd $(TRANSFORMERS_ENVIRONMENT)/lib/python3*/site-packages && \
-		echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/.venv/lib/python3*/site-packages)')" > beneath.pth
+	@$(call on_top,$(TRANSFORMERS_ENVIRONMENT),.venv)
 	@$(TRANSFORMERS_ENVIRONMENT)/bin/python -m pip install --quiet transformers==$(TRANSFORMERS) >&2
 	@touch $@
 
@@ -177,6 +194,13 @@ $(VLLM_ENVIRONMENT)/ready: pyproject.toml tests/vllm/requirements.txt tests/vllm
 	@$(VLLM_BIN)/pip install --quiet -r $(VLLM_ENVIRONMENT)/requirements.txt -r tests/vllm/requirements.txt \
 		--editable ".[engine]" -c tests/vllm/constraints.txt >&2
 	@$(VLLM_BIN)/python tests/vllm/name_vllm.py
+	@touch $@
+
+# On top of vLLM's environment: Ray, and what Ray Serve LLM imports, 455 MB.
+$(RAY_LLM_ENVIRONMENT)/ready: $(VLLM_ENVIRONMENT)/ready
+	@echo "installing Ray into $(RAY_LLM_ENVIRONMENT) (once)" >&2
+	@$(call on_top,$(RAY_LLM_ENVIRONMENT),$(VLLM_ENVIRONMENT))
+	@$(RAY_LLM_ENVIRONMENT)/bin/python -m pip install --quiet "ray[serve]==2.60.0" "pyarrow>=17" >&2
 	@touch $@
 
 # SGLang in an environment of its own, without the CUDA wheels that its metadata asks for. All versions take the same.

@@ -40,6 +40,9 @@ OF_OTHERS = {
         "--pid",
         "--target",
         "--wait",
+        "--head",
+        "--address",
+        "--node-ip-address",
     ),
 }
 

@@ -15,6 +15,7 @@ EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "router": ("starlette", "uvicorn", "aiohttp", "prometheus_client", "uvloop", "httptools"),
     "otel": ("opentelemetry.sdk",),
     "kubernetes": ("kubernetes",),
+    "ray": ("ray",),
     "simulate": ("simpy",),
     "torch": ("torch",),
     "kernels": ("triton",),
@@ -25,6 +26,7 @@ EXTRAS: Final[dict[str, tuple[str, ...]]] = {
 INCLUDED: Final[dict[str, tuple[str, ...]]] = {
     "otel": ("router",),
     "kubernetes": ("router",),
+    "ray": ("agent", "router"),
     "simulate": ("router",),
     "kernels": ("torch",),
     "engine": ("agent", "native", "router", "torch"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import signal
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -67,3 +68,29 @@ def test_an_engine_that_is_told_to_end_before_it_is_ready_is_not_announced(monke
     monkeypatch.setattr(engine_process.http, "stdin_closed", parent_is_gone)
     monkeypatch.setattr(engine_process.console, "announce", lambda *_, **__: pytest.fail("announced"))
     assert serve_engine(ServeOptions(as_child=True), PAUSED) == 0
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_engine_finishes_what_is_open_for_a_signal_and_not_for_a_parent_that_has_died(monkeypatch, is_told):
+    """Whoever starts it again wants the same device."""
+    limits = []
+
+    async def parent_is_gone():
+        """At once, unless a signal is to come first."""
+        await asyncio.sleep(600.0 if is_told else 0.0)
+
+    async def ready(engine, process, ending, within_s):
+        if is_told:
+            signal.raise_signal(signal.SIGTERM)
+        await ending
+
+    async def stop(process, within_s):
+        limits.append(within_s)
+        process.kill()
+        await process.wait()
+
+    monkeypatch.setattr(engine_process, "_ready", ready)
+    monkeypatch.setattr(engine_process, "_stop", stop)
+    monkeypatch.setattr(engine_process.http, "stdin_closed", parent_is_gone)
+    serve_engine(ServeOptions(as_child=True, drain_timeout=60.0), PAUSED)
+    assert limits == [engine_process.STOP_S + (60.0 if is_told else 0.0)]

@@ -1,6 +1,7 @@
 """What `kvferry up` says of a child that does not come up."""
 
 import time
+import urllib.request
 
 import pytest
 
@@ -34,3 +35,18 @@ def test_a_child_that_ends_without_a_word_of_its_own_has_ended(tmp_path):
     finally:
         child.stop()
     assert "^^^" not in raised.value.found
+
+
+def test_a_child_that_is_drained_is_given_the_time_to_end_by_itself(tmp_path):
+    log = tmp_path / "router.log"
+    child = Child("router", ("route", "--accept-registrations"), log, port=0)
+    try:
+        url = child.wait_until_ready(time.monotonic() + 60.0)["url"]
+        # It takes signals in its own way once it answers.
+        with urllib.request.urlopen(f"{url}/health", timeout=60.0) as response:
+            assert response.status == 200
+        child.drain(60.0)
+        assert child.ending == "exit code 0"
+    finally:
+        child.stop()
+    assert "drained: all open requests have ended" in log.read_text()

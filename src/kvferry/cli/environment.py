@@ -32,6 +32,11 @@ def engine_api_key() -> str:
     return os.environ.get("KVFERRY_ENGINE_API_KEY", "")
 
 
+def ray_address() -> str:
+    """The Ray cluster that Ray is told to use: RAY_ADDRESS; empty when it looks for one on this machine."""
+    return os.environ.get("RAY_ADDRESS", "")
+
+
 def share_api_key() -> None:
     """Let the router of a fleet that this process starts show its engines the key that they ask for."""
     for key in api_keys():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import partial, wraps
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, cast, get_origin, get_type_hints
 
 import typer
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvferry.http.access import Access
 
 HERE = "127.0.0.1"
+# Newer releases of typer have a click of their own inside.
+USAGE_ERROR: Final = cast(type[Exception], typer.BadParameter.__base__)
 
 
 class FailurePolicy(StrEnum):
@@ -149,6 +151,22 @@ def _record_of(record: Any, given: dict[str, Any]) -> Any:
     own = {each.name: given[each.name] for each in fields(record) if each.name in given}
     nested = {name: _record_of(hint, given) for name, hint in hints.items() if is_dataclass(hint)}
     return record(**own, **nested)
+
+
+def context_of(words: Sequence[str], command: Callable[..., None]) -> typer.Context:
+    """What such a command line says; nothing is done. Raises ConfigurationError as the command would."""
+    app = typer.Typer(add_completion=False, context_settings={"help_option_names": []})
+    app.command(context_settings={"allow_extra_args": True})(command)
+    try:
+        return cast(typer.Context, typer.main.get_command(app).make_context(command.__name__, list(words)))
+    except USAGE_ERROR as error:
+        what = f"kvferry {command.__name__} does not take these options"
+        raise ConfigurationError(what, found=shlex.join(words), hint=str(error)) from error
+
+
+def record_of(record: type[Record], context: typer.Context) -> Record:
+    """What a command makes of its command line. Raises ConfigurationError."""
+    return cast(Record, _record_of(record, context.params))
 
 
 def option_of(name: str) -> str:

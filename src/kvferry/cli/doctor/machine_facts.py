@@ -31,6 +31,7 @@ USED_BY: Final = {
     "router": "route, top, bench, serve, up",
     "otel": "route --otel",
     "kubernetes": "route --kubernetes-selector",
+    "ray": "up --on ray, serve run kvferry.ray:app",
     "simulate": "simulate",
     "torch": "the engine, copies on devices",
     "kernels": "copies on devices",

@@ -76,7 +76,8 @@ async def _run(options: ServeOptions, engine: EngineProcess) -> int:
         return process.returncode or 0
     finally:
         ending.cancel()
-        await _stop(process, options.drain_timeout + STOP_S)
+        # A parent that has died may be started again, and want the same devices: nothing is finished for it.
+        await _stop(process, (options.drain_timeout if told.is_set() else 0.0) + STOP_S)
 
 
 def key_in(variable: str, options: ServeOptions, engine: str, hint: str = "") -> dict[str, str]:

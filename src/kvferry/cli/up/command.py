@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from kvferry.cli.console import errors_as_messages
 from kvferry.cli.engine_choice import OTHER_ENGINES, check_engine, extras_of, left_to_engine, refuse_options
-from kvferry.cli.options import Engine, Json, Model, TransferOptions, cache, command_of, common, is_given, output
+from kvferry.cli.options import (
+    Engine,
+    Json,
+    Model,
+    TransferOptions,
+    cache,
+    check_unused,
+    command_of,
+    common,
+    is_given,
+    output,
+)
 from kvferry.errors import ConfigurationError
+
+on_ray = partial(typer.Option, rich_help_panel="Advanced: Ray")
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceOptions:
+    """Where the fleet is started: on this machine, or on a Ray cluster that is there."""
+
+    on: Annotated[str, common(help="Where to start it: here, or ray, on a running Ray cluster.")] = "here"
+    resources: Annotated[
+        list[str], on_ray(help="What Ray reserves for each engine, such as GPU=1; repeatable. Default: CPU=1.")
+    ] = field(default_factory=list)
+    token_file: Annotated[str, on_ray(help="File with the shared token, on every node; else KVFERRY_TOKEN_FILE.")] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +63,7 @@ class UpOptions:
     decode_block_tokens: Annotated[int, cache(min=4, help="Tokens per block, decode engines.")] = 16
     device: Annotated[str, cache(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu"
     cache_tokens: Annotated[int, cache(min=64, help="Cache size of each engine in tokens.")] = 16384
+    place: PlaceOptions = field(default_factory=PlaceOptions)
     port: Annotated[int, common(min=0, max=65535, help="Port of the router; 0 picks a free one.")] = 8000
     log_dir: Annotated[str, output(help="Folder for the logs of all processes, if not a temporary one.")] = ""
     as_json: Json = False
@@ -55,6 +81,7 @@ def up(context: typer.Context, options: UpOptions) -> int:
 
         options.transfer.check()
         check_engine(options.engine, context)
+        _check_place(context, options.place)
         if options.once == "":
             raise ConfigurationError("--once needs a prompt", found="an empty text")
         options = replace(options, arguments=tuple(context.args))
@@ -66,3 +93,13 @@ def up(context: typer.Context, options: UpOptions) -> int:
         if options.once is not None and not is_given(context, "port"):
             options = replace(options, port=0)
         return job.up(options)
+
+
+def _check_place(context: typer.Context, place: PlaceOptions) -> None:
+    """Raises ConfigurationError for an unknown place, and for options that have no effect there."""
+    if place.on not in ("here", "ray"):
+        raise ConfigurationError("unknown place for a fleet", found=place.on, expected="--on here, or --on ray")
+    if place.on == "ray":
+        check_unused(context, ("log_dir",), "beside --on ray: Ray keeps the logs")
+    else:
+        check_unused(context, ("resources", "token_file"), "without --on ray")

@@ -114,12 +114,7 @@ class Fleet:
         return url
 
     def _engine(self, side: Side, number: int, block_tokens: int) -> Child:
-        name, sizes = f"{side}-{number}", tuple[str, ...]()
-        if block_tokens:
-            sizes = ("--block-tokens", str(block_tokens))
-        if block_tokens and self._options.cache_tokens:
-            num_blocks = -(-self._options.cache_tokens // block_tokens)
-            sizes += ("--num-blocks", str(num_blocks))
+        name, sizes = f"{side}-{number}", sizes_of(block_tokens, self._options.cache_tokens)
         role = ("--role", side) if self._options.has_roles else ()
         arguments = ("serve", "--engine-id", name, *role, *sizes, *self._options.engine_arguments)
         return self._child(name, arguments, 0)
@@ -131,3 +126,11 @@ class Fleet:
 
     def _child(self, name: str, arguments: tuple[str, ...], port: int) -> Child:
         return Child(name, arguments, self._logs / f"{name}.log", port)
+
+
+def sizes_of(block_tokens: int, cache_tokens: int) -> tuple[str, ...]:
+    """The options of `kvferry serve` for these sizes; without those that the engine is to choose itself (0)."""
+    if not block_tokens:
+        return ()
+    number = ("--num-blocks", str(-(-cache_tokens // block_tokens))) if cache_tokens else ()
+    return ("--block-tokens", str(block_tokens), *number)

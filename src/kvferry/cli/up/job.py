@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +25,9 @@ from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
 from kvferry.cli.up.output_check import Answer, Question, ask
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.system import os_error_text
+
+if TYPE_CHECKING:
+    from kvferry.cli.ray.fleet import RayFleet
 
 EXAMPLE = (
     "The ferry leaves the harbour at dawn. On the other side of the river a train is waiting, and whoever wants to "
@@ -67,7 +70,7 @@ def up(options: UpOptions) -> int:
     useful = options.log_dir
     try:
         environment.share_api_key()
-        with Fleet(_fleet_options(options, path, name), logs) as fleet:
+        with _fleet(options, path, name, logs) as fleet:
             return _run(options, fleet)
     except FerryError as error:
         useful += str(error)
@@ -94,7 +97,7 @@ def _log_folder(path: str) -> Path:
     return folder
 
 
-def _run(options: UpOptions, fleet: Fleet) -> int:
+def _run(options: UpOptions, fleet: Fleet | RayFleet) -> int:
     is_serving = False
     try:
         engines = f"{options.prefill} prefill and {options.decode} decode"
@@ -115,13 +118,29 @@ def _run(options: UpOptions, fleet: Fleet) -> int:
     return 0 if equal else 1
 
 
-def _fleet_options(options: UpOptions, path: str, name: str) -> FleetOptions:
-    arguments = ["--model", path, "--served-name", name, "--engine", options.engine]
+def _fleet(options: UpOptions, path: str, name: str, logs: Path) -> Fleet | RayFleet:
+    started = _fleet_options(options, path, name)
+    if options.place.on == "here":
+        return Fleet(started, logs)
+    from kvferry.cli.ray.fleet import RayFleet
+    from kvferry.cli.ray.up_settings import settings_of
+
+    settings = settings_of(options, started, _serve_words(options, name))
+    return RayFleet(settings, options.port, started.ready_s)
+
+
+def _serve_words(options: UpOptions, name: str) -> list[str]:
+    """What all engines are told, except for which model and which engine they are."""
+    words = ["--served-name", name]
     for option, value in asdict(options.transfer).items():
-        arguments += [option_of(option), value] if value != "auto" else []
+        words += [option_of(option), value] if value != "auto" else []
     # Left to themselves, other engines make bfloat16 of their float32.
-    arguments += ["--dtype", "float32"] if options.engine in OTHER_ENGINES and name in MADE_HERE else []
-    arguments += ["--device", options.device] if options.device != "cpu" else []
+    words += ["--dtype", "float32"] if options.engine in OTHER_ENGINES and name in MADE_HERE else []
+    return words + (["--device", options.device] if options.device != "cpu" else [])
+
+
+def _fleet_options(options: UpOptions, path: str, name: str) -> FleetOptions:
+    arguments = ["--model", path, "--engine", options.engine, *_serve_words(options, name)]
     arguments += ["--", *options.arguments] if options.arguments else []
     return FleetOptions(
         num_prefill=options.prefill,
@@ -144,7 +163,7 @@ def _ready_s(options: UpOptions) -> float:
     return OTHER_READY_S if options.engine in OTHER_ENGINES else READY_S
 
 
-def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
+def _show_proof(options: UpOptions, fleet: Fleet | RayFleet) -> bool:
     prompt = EXAMPLE if options.once is None else options.once
     temperature, seed = options.temperature, options.seed
     together, by_itself = (Question(fleet.model, prompt, options.max_tokens, salt, temperature, seed) for salt in SALTS)
@@ -161,7 +180,7 @@ def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
     return facts["equal"] is not False
 
 
-def _with_report(options: UpOptions, fleet: Fleet, question: Question) -> Answer:
+def _with_report(options: UpOptions, fleet: Fleet | RayFleet, question: Question) -> Answer:
     """The router's answer, with what can be known of how its cache came."""
     show = _silent if options.as_json else _typewriter
     match options.engine:
@@ -180,7 +199,7 @@ def _with_report(options: UpOptions, fleet: Fleet, question: Question) -> Answer
     return replace(answer, report=report)
 
 
-def _without_transfer(options: UpOptions, fleet: Fleet, question: Question) -> tuple[int, ...] | None:
+def _without_transfer(options: UpOptions, fleet: Fleet | RayFleet, question: Question) -> tuple[int, ...] | None:
     """The tokens of an answer that needs no transfer: the control. None where nobody gives one."""
     if options.engine != "sglang":
         return ask(fleet.decode_urls[0], question, _silent).token_ids
@@ -257,7 +276,7 @@ def _why_nothing(facts: dict[str, Any]) -> str:
     return "a prompt of one token is computed by the decode engine"
 
 
-def _keep_serving(fleet: Fleet) -> None:
+def _keep_serving(fleet: Fleet | RayFleet) -> None:
     """Until Ctrl-C: mend what breaks."""
     console.say(f"serving an OpenAI API at {fleet.url}/v1 (model {fleet.model}); Ctrl-C or SIGTERM stops everything")
     while True:

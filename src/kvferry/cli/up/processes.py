@@ -79,6 +79,13 @@ class Child:
             self._process.stdin.close()
         self._process.terminate()
 
+    def drain(self, within_s: float) -> None:
+        """Let the child finish what is open, and end; by force when that takes longer."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        self.stop()
+
     def stop(self) -> None:
         """Make sure that the child ends. Safe to call twice."""
         self.terminate()

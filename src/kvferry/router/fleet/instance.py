@@ -23,6 +23,7 @@ class Origin(StrEnum):
     COMMAND_LINE = "command line"
     FILE = "file"
     KUBERNETES = "Kubernetes"
+    RAY = "Ray"
     REGISTERED = "registered"
 
 

@@ -1,0 +1,131 @@
+"""The fleet of `kvferry up --on ray`: what `up` needs of it, done by Ray."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import time
+import urllib.request
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+
+from kvferry.cli import console, environment
+from kvferry.cli.options import HERE
+from kvferry.cli.ray.application import application_of
+from kvferry.cli.ray.settings import RaySettings
+from kvferry.cli.server import listening
+from kvferry.errors import ConfigurationError
+from kvferry.http.registration import MEMBERS_PATH, Side
+from kvferry.system import os_error_text
+
+NAME = "kvferry"
+POLL_S = 0.5
+ANSWER_S = 10.0
+OURS = "kvferry.errors."
+FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+
+
+class RayFleet:
+    """Starts the application on the cluster that is there, and removes it again. Ray mends what breaks."""
+
+    def __init__(self, settings: RaySettings, port: int, ready_s: float) -> None:
+        self._settings, self._port, self._ready_s = settings, port, ready_s
+        self._is_deployed = False
+        self.model = self.url = ""
+        self.prefill_urls: tuple[str, ...] = ()
+        self.decode_urls: tuple[str, ...] = ()
+
+    def __enter__(self) -> RayFleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_deployed:
+            serve.delete(NAME)
+        ray.shutdown()
+
+    @property
+    def names(self) -> str:
+        """What is running, in words."""
+        return "the engines and the router on Ray" if self._is_deployed else "nothing"
+
+    def start(self) -> None:
+        """Returns when all engines are ready. Raises ConfigurationError, before anything is started where it can."""
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        _connect(environment.ray_address())
+        application = application_of(self._settings)
+        status = serve.status()
+        if NAME in status.applications:
+            hint = f"remove it: serve shutdown; or in Python: serve.delete({NAME!r})"
+            found = status.applications[NAME].status.value
+            raise ConfigurationError(f"the application {NAME} is on this cluster already", found=found, hint=hint)
+        if not status.proxies:
+            with listening.listen(HERE, self._port) as free:
+                self._port = free.getsockname()[1]
+            serve.start(http_options={"host": HERE, "port": self._port})
+        self._is_deployed = True
+        target = serve.RunTarget(target=application, name=NAME, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+        self._await(time.monotonic() + self._ready_s)
+
+    def restart_exited(self) -> None:
+        """Nothing: Ray starts again what has died."""
+
+    def _await(self, deadline: float) -> None:
+        """Returns when all are ready. Raises ConfigurationError when one has failed, or does not come in time."""
+        while (state := serve.status().applications[NAME]).status != "RUNNING":
+            if state.status in FAILED or time.monotonic() > deadline:
+                raise _failed(state)
+            time.sleep(POLL_S)
+        url = f"http://{HERE}:{self._port}"
+        roles = self._settings.roles
+        while not all(len(_ready(url, side)) >= role.min_replicas for side, role in roles.items()):
+            if time.monotonic() > deadline:
+                raise ConfigurationError("the router does not know all engines", expected=f"within {self._ready_s:g} s")
+            time.sleep(POLL_S)
+        self.url, self.model = url, _ready(url, Side.DECODE)[0]["models"][0]
+        self.prefill_urls, self.decode_urls = (tuple(one["url"] for one in _ready(url, side)) for side in Side)
+        console.say(f"the router is ready at {url}; engines: {', '.join((*self.prefill_urls, *self.decode_urls))}")
+
+
+def _connect(address: str) -> None:
+    """Raises ConfigurationError where no cluster answers."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdecimal():
+            # Ray itself would go on trying for minutes.
+            socket.create_connection((host.removeprefix("ray://"), int(port)), ANSWER_S).close()
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+    except (OSError, RayError) as error:
+        found = f"{address}: {os_error_text(error)}" if address and isinstance(error, OSError) else str(error)
+        hint = "start one: ray start --head; or name one: RAY_ADDRESS=HOST:PORT"
+        raise ConfigurationError("no Ray cluster can be used here", found=found, hint=hint) from error
+    for number, handler in handlers.items():
+        # Ray's own would abort at SIGTERM, and leave the fleet behind.
+        signal.signal(number, handler)
+
+
+def _failed(state: Any) -> ConfigurationError:
+    """What Serve says of an application that does not come up: of our own errors their words, of others the end."""
+    messages = [deployment.message.strip() for deployment in state.deployments.values() if deployment.message]
+    lines = [line for message in messages for line in message.splitlines()]
+    ours = list(dict.fromkeys(line.partition(": ")[2] for line in lines if line.startswith(OURS)))
+    found = "; ".join(ours or [message.splitlines()[-1] for message in messages]) or state.message
+    hint = "serve status shows more, and Ray's dashboard the logs"
+    return ConfigurationError(f"the fleet is {state.status.value} on Ray", found=found, hint=hint)
+
+
+def _ready(url: str, side: Side) -> list[dict[str, Any]]:
+    """The ready engines of a role. Raises ConfigurationError when there is no router of ours."""
+    try:
+        with urllib.request.urlopen(url + MEMBERS_PATH, timeout=ANSWER_S) as answer:
+            members = json.load(answer)["members"]
+    except (OSError, ValueError) as error:
+        hint = "Ray Serve was started before, perhaps with another port: name it with --port"
+        raise ConfigurationError(f"there is no router at {url}", found=os_error_text(error), hint=hint) from error
+    return [one for one in members if one["ready"] and one["role"] == side]

@@ -1,0 +1,51 @@
+"""The router as a deployment of Ray Serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.cli import environment
+from kvferry.cli.options import context_of, record_of
+from kvferry.cli.route.command import RouteOptions, route
+from kvferry.cli.route.server import config_of
+from kvferry.errors import FerryError
+from kvferry.http.access import Access, guarded
+from kvferry.http.registration import Side
+from kvferry.router.fleet.instance import Origin
+from kvferry.router.http.app import create_app
+from kvferry.router.policy.records import Instance, Role
+
+LEASE_S = 5.0
+"""An engine that was not heard of for so long is no instance any more. It says every second that it is there."""
+
+
+class Router:
+    """Serves HTTP as `kvferry route` does, and knows its engines from what they say through Serve.
+
+    There is one: prefixes, circuit breakers and open requests are counted where they are.
+    """
+
+    def __init__(self, words: tuple[str, ...], token_file: str, *engines: object) -> None:
+        """`engines` are the deployments that start with this one. Raises ConfigurationError."""
+        environment.share_api_key()
+        words = ("--accept-registrations", "--token-file", token_file, *words)
+        self._app = create_app(config_of(record_of(RouteOptions, context_of(words, route))))
+        self._pool = self._app.state.pool
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return guarded(self._app, Access(environment.api_keys()), self._app.turn_away)
+
+    async def announce(self, url: str, side: str, leaving: bool) -> dict[str, int]:
+        """An engine is there, or leaves; what it has to do now."""
+        instance = Instance(url, Role(side))
+        if leaving:
+            self._pool.remove(instance, Origin.RAY)
+            return {}
+        self._pool.add(instance, Origin.RAY, LEASE_S)
+        state = next(state for state in self._pool.states if state.instance == instance)
+        return {Side.PREFILL: state.outstanding_tokens, Side.DECODE: state.num_outstanding}
+
+    def check_health(self) -> None:
+        """Asked by Serve, which replaces what raises."""
+        if self._pool.draining:
+            raise FerryError("a task of the router has ended", hint="the log above has its traceback")
