@@ -10,6 +10,8 @@ __all__ = ["WAYS", "Side", "Way"]
 
 # Rows between blocks of these sizes are cut on both sides.
 BLOCKS = ((16, 64), (64, 16), (16, 128), (128, 16), (64, 128), (128, 64))
+# vLLM on a CPU takes no smaller ones for models without windows, and those alone send early.
+EARLY_BLOCK = 32
 # Below the window of 512 tokens of Gemma 3, which longer prompts then cross in the middle of a step.
 STEP_TOKENS = 200
 VLLM_FLAGS = (
@@ -57,6 +59,7 @@ def told(way: Way, **options: str) -> Way:
 def ways_of(prefill: Side, decode: Side, copies: Iterable[tuple[str, str]]) -> dict[str, Way]:
     """All between two engines, whatever they are. `copies` are transports and strategies."""
     way = Way(prefill, decode)
+    early = Way(*(replace(side, block_tokens=EARLY_BLOCK) for side in (prefill, decode)), early=True)
     one_step = replace(prefill, step_tokens=STEP_TOKENS), replace(decode, step_tokens=STEP_TOKENS)
     return {
         "as it is by itself": way,
@@ -71,8 +74,8 @@ def ways_of(prefill: Side, decode: Side, copies: Iterable[tuple[str, str]]) -> d
         "pull": told(way, transfer_direction="pull", digest="off"),
         "push": told(way, transfer_direction="push", digest="off"),
         "full digests": told(way, digest="full"),
-        "early decode": replace(way, early=True),
-        "early decode, push": told(replace(way, early=True), transfer_direction="push", digest="off"),
+        "early decode": early,
+        "early decode, push": told(early, transfer_direction="push", digest="off"),
         f"steps of {STEP_TOKENS} tokens": Way(*one_step),
         "bfloat16": replace(way, dtype="bfloat16"),
     }
