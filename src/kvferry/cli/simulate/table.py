@@ -91,7 +91,7 @@ def _table(*names: str) -> Table:
 
 def _print(out: Console, table: Table) -> None:
     """Of any width, rather than with figures that are cut."""
-    width = Console(width=1000).measure(table).maximum
+    width = Console(width=1000, markup=False).measure(table).maximum
     Console(width=max(out.width, width), highlight=False, markup=False).print(table)
 
 
