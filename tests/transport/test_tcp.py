@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import socket
 import struct
 import threading
@@ -247,6 +249,38 @@ def test_a_process_that_can_start_no_more_threads_says_so(world: World, monkeypa
 def serving_threads() -> list[str]:
     names = ("kvferry-tcp-serve", "kvferry-tcp-client")
     return [thread.name for thread in threading.enumerate() if thread.name in names]
+
+
+def test_a_process_without_memory_to_copy_through_ends_its_tickets_and_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    copies = Copies(*(np.array([n], np.uint64) for n in (world.far.address(0, 0), world.near.address(0, 0), 64)), 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "scratch_memory", refuse)
+        assert "no memory" in world.run(copies, Direction.READ)
+    expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+
+
+def test_a_connection_that_the_system_does_not_watch_is_closed(patient_world: World) -> None:
+    class Full:
+        def __init__(self, epoll: select.epoll) -> None:
+            self._epoll = epoll
+
+        def register(self, *_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._epoll, name)
+
+    serving = server_of(patient_world)
+    expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+    serving._selector = Full(serving._selector)
+    wait_for(lambda: not serving._served)
+    assert not serving._idle
+    expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], Direction.READ)
 
 
 @pytest.fixture

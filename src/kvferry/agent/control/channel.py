@@ -89,7 +89,7 @@ class ControlChannel:
             if token:
                 secure_listening(self._router, token)
             self._monitor = self._listener.attach(self._router)
-        except (ConfigurationError, zmq.ZMQError):
+        except (ConfigurationError, zmq.ZMQError, OSError):
             self.close()
             raise
         for socket in (self._monitor, *(each.socket for each in self._admission)):
@@ -107,7 +107,7 @@ class ControlChannel:
                 return False
             try:
                 self._connect(peer)
-            except zmq.ZMQError:
+            except (zmq.ZMQError, OSError):
                 # Too many sockets, or an invalid address: no answer will come before the deadline of the session.
                 self.forget(peer)
                 return False
@@ -120,7 +120,7 @@ class ControlChannel:
     def forget(self, peer: PeerKey) -> None:
         """Close the connection to a source; unknown ones are fine."""
         if socket := self._sources.pop(peer, None):
-            del self._peers[socket]
+            self._peers.pop(socket, None)
             self._poller.unregister(socket)
             socket.close()
 

@@ -21,7 +21,7 @@ class Poller:
         self._used: set[zmq.Socket[bytes]] = set()
 
     def register(self, socket: zmq.Socket[bytes]) -> None:
-        """Watch a socket."""
+        """Watch a socket. Raises OSError when the system watches no more."""
         fd = int(socket.getsockopt(zmq.FD))
         self._epoll.register(fd, select.EPOLLIN)
         self._sockets[fd] = socket
@@ -32,10 +32,10 @@ class Poller:
         self._epoll.register(fd, select.EPOLLIN)
 
     def unregister(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it is closed."""
+        """Before it is closed. One that could not be watched is fine."""
         fd = int(socket.getsockopt(zmq.FD))
-        self._epoll.unregister(fd)
-        del self._sockets[fd]
+        if self._sockets.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
         self._used.discard(socket)
 
     def note_used(self, socket: zmq.Socket[bytes]) -> None:

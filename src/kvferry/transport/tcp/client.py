@@ -115,7 +115,13 @@ class PeerClient:
         return not self._is_working
 
     def _work(self) -> None:
-        staging = scratch_memory()
+        try:
+            staging = scratch_memory()
+        except OSError as error:
+            with self._changed:
+                self._disconnect(f"no memory for tcp to copy through: {os_error_text(error)}")
+                self._is_working = False
+            return
         while (transfer := self._next()) is not None:
             self._finish(transfer, self._try(transfer, staging))
 

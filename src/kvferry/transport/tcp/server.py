@@ -141,13 +141,16 @@ class Server:
         """The first thread: it accepts connections, and has those served that ask for something again."""
         while not self._stopped.is_set():
             for fd, _ in self._selector.poll():
-                with self._lock:
-                    peer = self._idle.pop(fd, None)
-                if peer is not None:
-                    self._selector.unregister(fd)
-                    self._start(peer)
-                elif not self._stopped.is_set():
-                    self._accept()
+                self._wake(fd)
+
+    def _wake(self, fd: int) -> None:
+        with self._lock:
+            peer = self._idle.pop(fd, None)
+        if peer is not None:
+            self._selector.unregister(fd)
+            self._start(peer)
+        elif not self._stopped.is_set():
+            self._accept()
 
     def _accept(self) -> None:
         try:
@@ -195,7 +198,12 @@ class Server:
                 peer.connection.close()
                 return
             self._idle[fd] = peer
-            self._selector.register(fd, select.EPOLLIN)
+            try:
+                self._selector.register(fd, select.EPOLLIN)
+            except OSError:
+                # The system watches no more of them. A peer opens another one when it has something to ask.
+                del self._idle[fd]
+                peer.connection.close()
 
     def _serve(self, peer: _Peer) -> None:
         try:
