@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import random
 from collections import Counter
 
 import pytest
+from msgspec import structs
 
 from kvferry.router.config import PolicySettings
-from kvferry.router.fleet.candidates import MAX_OFFERED, NUM_HOMES, Candidates
-from kvferry.router.fleet.engine_info import EngineInfo
+from kvferry.router.fleet.candidates import MAX_OFFERED, NUM_HOMES, Candidates, Wanted
+from kvferry.router.fleet.circuit_breaker import BreakerTable
+from kvferry.router.fleet.engine_info import EngineInfo, Handover, differences
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState, Origin, ProbeResult, Reservation
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.policy.balanced import balanced
-from kvferry.router.policy.records import Instance, RequestCost, Role
+from kvferry.router.policy.records import Instance, Limits, NoInstance, Overloaded, RequestCost, Role
 from kvferry.router.telemetry.metrics import Metrics
 
 NUM_INSTANCES = 1000
@@ -158,7 +162,7 @@ def test_prompts_that_begin_alike_meet_and_others_do_not():
 def test_homes_are_the_same_whoever_comes_first():
     instances = Fleet(NUM_INSTANCES).prefill
     one, other = (
-        Candidates({each: InstanceState(each, Origin.FILE, 0.0) for each in order}).group(Role.PREFILL)
+        Candidates({each: InstanceState(each, Origin.FILE, 0.0) for each in order}).group(Wanted(Role.PREFILL))
         for order in (instances, instances[::-1])
     )
     for prefix in range(50):
@@ -173,8 +177,172 @@ def test_the_same_seed_has_the_same_choices():
     assert choices[0] == choices[1] != choices[2]
 
 
-def test_names_of_models_that_clients_make_up_are_not_kept():
+def test_names_of_models_that_clients_make_up_make_no_groups():
     fleet = Fleet(4)
-    for number in range(3000):
+    for number in range(100):
         fleet.take(Role.DECODE, cost=RequestCost(model=str(number)))
-    assert len(fleet.pool._queries._candidates._groups) <= 1024
+    assert len(fleet.pool._queries._candidates._groups) < 8
+
+
+@pytest.mark.parametrize("cost", [PROMPT, RequestCost(1000, 100, is_divisible=False)], ids=["alone", "indivisible"])
+def test_what_decode_serves_alone_is_no_more_work_either(monkeypatch, cost):
+    fleet, looks, load = Fleet(4000), [], InstanceState.load
+    monkeypatch.setattr(InstanceState, "load", lambda state, *rest: looks.append(state) or load(state, *rest))
+    for _ in range(2):
+        looks.clear()
+        assert isinstance(fleet.pool.reserve(InstanceRequest(Role.DECODE, cost, alone=True)), Reservation)
+    assert len(looks) <= 2 * MAX_OFFERED
+
+
+@pytest.mark.parametrize("num_instances", [8, NUM_INSTANCES])
+@pytest.mark.parametrize("cost", [PROMPT, RequestCost(1000, 100, is_divisible=False)], ids=["alone", "indivisible"])
+def test_without_prefill_only_those_serve_that_compute_prompts(num_instances, cost):
+    fleet = Fleet(num_instances)
+    fleet.only(fleet.prefill)
+    computing = set(fleet.decode[: len(fleet.decode) // 2])
+    for instance in fleet.decode:
+        if instance not in computing:
+            fleet.pool.introduce(instance, structs.replace(OURS, computes_prompts=False))
+    requests = (InstanceRequest(Role.DECODE, cost, alone=cost.is_divisible) for _ in range(len(fleet.decode)))
+    assert {fleet.pool.reserve(request).instance for request in requests} <= computing
+
+
+def test_one_that_computes_prompts_and_is_down_is_waited_for_only_where_no_other_can_serve():
+    fleet = Fleet(8)
+    other = fleet.decode[1]
+    for instance in fleet.decode[1:]:
+        fleet.pool.introduce(instance, structs.replace(OURS, computes_prompts=False))
+    fleet.only(fleet.decode, other)
+    assert fleet.pool.reserve(InstanceRequest(Role.DECODE, PROMPT, alone=True)).instance == other
+    indivisible = RequestCost(1000, 100, is_divisible=False)
+    assert fleet.pool.reserve(InstanceRequest(Role.DECODE, indivisible)) == NoInstance()
+
+
+def test_a_conversation_goes_on_where_it_was():
+    """All of them begin with the same words of the system."""
+    fleet = Fleet(NUM_INSTANCES)
+
+    def ask(*prefixes):
+        cost = RequestCost(1000, 100, prefixes, prefix_tokens=256)
+        return fleet.pool.reserve(InstanceRequest(Role.PREFILL, cost, partners=(fleet.decode[0],)))
+
+    # All at once, so that the beginning that they share spreads.
+    first = [ask(1, 1000 + number) for number in range(100)]
+    for number, reservation in enumerate(first):
+        fleet.pool.prefixes.remember(reservation.instance, (1, 1000 + number))
+        reservation.release()
+    assert len({reservation.instance for reservation in first}) > 20
+    for number, reservation in enumerate(first):
+        again = ask(1, 1000 + number, 5000 + number)
+        again.release()
+        assert again.instance == reservation.instance
+
+
+@pytest.mark.parametrize("share", [0.9, 0.97])
+def test_a_fleet_that_is_nearly_full_is_not_full(share):
+    fleet = Fleet(2 * NUM_INSTANCES)
+    settings = PolicySettings(fleet._asked, Limits(max_requests=1), clock=lambda: 100.0, seed=1)
+    fleet.pool._policy_settings = fleet.pool._queries._settings = settings
+    for state in [state for state in fleet.pool.states if state.instance.role is Role.DECODE][: int(share * 1000)]:
+        state.num_outstanding = 1
+    refused = 0
+    for _ in range(100):
+        found = fleet.pool.reserve(InstanceRequest(Role.DECODE, PROMPT))
+        refused += not isinstance(found, Reservation)
+        if isinstance(found, Reservation):
+            found.release()
+    assert refused <= 2
+
+
+def test_a_small_fleet_that_is_full_is_asked_about_once():
+    fleet = Fleet(4)
+    settings = PolicySettings(fleet._asked, Limits(max_requests=1), clock=lambda: 100.0)
+    fleet.pool._policy_settings = fleet.pool._queries._settings = settings
+    for state in fleet.pool.states:
+        state.num_outstanding = 1
+    assert isinstance(fleet.pool.reserve(InstanceRequest(Role.DECODE, PROMPT)), Overloaded)
+    assert len(fleet.queries) == 1
+
+
+def test_pairs_are_counted_as_if_each_was_looked_at():
+    dice, fleet = random.Random(5), Fleet(40)
+    for instance in fleet.pool.instances:
+        kind = EngineInfo("kvferry", "1", dice.choice("89"), models=("m",), cache=dice.choice("ab"))
+        fleet.pool.introduce(instance, kind)
+        fleet.pool.probed(instance, dice.choice([ProbeResult.READY, ProbeResult.DOWN]), "")
+    for _ in range(60):
+        pair = dice.choice(fleet.prefill), dice.choice(fleet.decode)
+        for _ in range(dice.choice([1, PAIR_BREAKER.num_failures])):
+            fleet.pool.lost(pair, "digest", None)
+    ready = {state.instance: state.kind for state in fleet.pool.states if state.ready}
+    pairs = [(p, d) for p in ready for d in ready if (p.role, d.role) == (Role.PREFILL, Role.DECODE)]
+    usable = [pair for pair in pairs if not differences(*(ready[one] for one in pair))]
+    usable = [pair for pair in usable if fleet.pool.pairs.may_begin(pair, 100.0)]
+    assert 0 < len(usable) < len(pairs)
+    assert fleet.pool.num_usable_pairs() == len(usable)
+
+
+def test_pairs_that_have_failed_once_are_not_looked_at_and_not_kept_for_ever():
+    table = BreakerTable(PAIR_BREAKER, max_keys=100)
+    for number in range(300):
+        table.failed(("p", number), 0.0)
+    assert (table.not_closed(0.0), len(table)) == ([], 100)
+    assert table._opened == {}
+    for _ in range(PAIR_BREAKER.num_failures):
+        table.failed(("p", 1), 0.0)
+    assert table.not_closed(0.0) == [("p", 1)]
+    for number in range(300, 500):
+        table.failed(("p", number), 0.0)
+    assert (table.not_closed(0.0), table._opened) == ([], {})
+
+
+def test_kinds_of_engines_that_have_gone_are_forgotten_and_those_of_one_role_are_not_compared(caplog):
+    caplog.set_level(logging.DEBUG)
+    fleet = Fleet(4)
+    for number in range(20):
+        fleet.pool.introduce(fleet.decode[0], EngineInfo("kvferry", str(number), "9", models=("m",), cache="c"))
+    assert len(fleet.pool._queries.kinds) == 3
+    assert "never paired" not in caplog.text
+    caplog.clear()
+    fleet.pool.introduce(fleet.decode[0], EngineInfo("kvferry", "1", "10", models=("m",), cache="c"))
+    (record,) = [record for record in caplog.records if "never paired" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().count("http://") == 3
+
+
+def test_an_instance_that_fails_is_no_partner():
+    fleet = Fleet(4)
+    for prefill in fleet.prefill:
+        reservations = [fleet.pool.reserve(InstanceRequest(Role.PREFILL, PROMPT)) for _ in range(20)]
+        for reservation in reservations:
+            if reservation.instance == prefill:
+                reservation.failed()
+            reservation.release()
+    assert not fleet.pool.ready(Role.PREFILL)
+    fleet.take(Role.DECODE)
+    assert {load.num_partners for load in fleet.queries[-1].decode} == {0}
+
+
+def test_a_partner_that_has_left_or_failed_is_not_told_of():
+    fleet = Fleet(4)
+    decode = fleet.decode[0]
+    excluded = InstanceRequest(Role.PREFILL, PROMPT, frozenset([decode]), (decode,))
+    fleet.pool.reserve(excluded)
+    assert fleet.queries[-1].decode == ()
+    fleet.pool.remove(decode, Origin.COMMAND_LINE)
+    assert fleet.take(Role.PREFILL, decode)
+    assert fleet.queries[-1].decode == ()
+
+
+def test_an_engine_of_another_kind_in_a_room_is_paired_one_way_alone():
+    """Prefill has to be found by decode: the order of the two decides."""
+    room = EngineInfo("sglang", "1", "9", models=("m",), cache="c", handover=Handover.ROOM, bootstrap_port=8998)
+    meets = structs.replace(OURS, meets_in_rooms=True)
+    fleet = Fleet(4)
+    fleet.pool.introduce(fleet.prefill[0], room)
+    fleet.pool.introduce(fleet.decode[0], meets)
+    fleet.only(fleet.prefill, fleet.prefill[0])
+    assert fleet.take(Role.PREFILL, fleet.decode[0]) == fleet.prefill[0]
+    fleet.pool.introduce(fleet.prefill[0], meets)
+    fleet.pool.introduce(fleet.decode[0], room)
+    assert fleet.take(Role.PREFILL, fleet.decode[0]) is None

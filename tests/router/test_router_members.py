@@ -93,7 +93,7 @@ def test_a_pair_that_loses_caches_is_out_and_the_fleet_is_not():
         pool.lost((P0, D0), "peer_lost", None)
     assert {taken(pool, Role.PREFILL, D0) for _ in range(4)} == {P1}
     assert {taken(pool, Role.PREFILL, D1) for _ in range(4)} == {P0, P1}
-    assert len(pool.usable_pairs()) == 3
+    assert pool.num_usable_pairs() == 3
     clock.now += PAIR_BREAKER.open_s
     assert {taken(pool, Role.PREFILL, D0) for _ in range(4)} >= {P0}
 
@@ -122,7 +122,7 @@ def test_incompatible_sides_are_never_paired():
     pool.introduce(P0, EngineInfo("kvferry", "1", "1", "e1", ("m",), "cache-b"))
     pool.introduce(P1, EngineInfo("kvferry", "1", "1", "e2", ("m",), "cache-a"))
     assert {taken(pool, Role.PREFILL, D0) for _ in range(4)} == {P1}
-    assert pool.usable_pairs() == [(P1, D0)]
+    assert pool.num_usable_pairs() == 1
     pool.introduce(P1, EngineInfo("kvferry", "1", "2", "e3", ("m",), "cache-a"))
     assert taken(pool, Role.PREFILL, D0) is None
     assert readiness(pool, False)[0] == 200
@@ -211,7 +211,7 @@ def test_what_left_is_not_measured_any_more():
 
 
 def test_so_many_instances_and_pairs_have_metrics_of_their_own():
-    metrics = Metrics(max_labels=2)
+    metrics = Metrics(max_labels=4)
     instances = [Instance(f"http://{role}{number}", role) for number in range(3) for role in Role]
     pool = InstancePool(instances, metrics)
     for prefill, decode in ((0, 1), (2, 1), (2, 3), (4, 5), (4, 1)):
@@ -221,12 +221,13 @@ def test_so_many_instances_and_pairs_have_metrics_of_their_own():
     shown = metrics.render().decode()
     own = 'kvferry_router_lost_caches_total{decode="http://decode0",prefill="http://prefill0",reason="digest"} 1.0'
     assert own in shown
-    assert 'kvferry_router_lost_caches_total{decode="other",prefill="other",reason="digest"} 3.0' in shown
-    assert 'kvferry_router_phase_seconds_count{decode="other",phase="wire",prefill="other"} 3.0' in shown
-    # The first two instances of all, of which one writes answers.
+    assert 'kvferry_router_lost_caches_total{decode="other",prefill="other",reason="digest"} 4.0' in shown
+    assert 'kvferry_router_phase_seconds_count{decode="other",phase="wire",prefill="other"} 4.0' in shown
+    # The first four instances of all, of which two write answers.
     assert 'kvferry_router_inter_token_seconds_count{instance="http://decode0"} 3.0' in shown
-    assert 'kvferry_router_inter_token_seconds_count{instance="other"} 2.0' in shown
-    assert shown.count("kvferry_router_instance_healthy{") == 2
+    assert 'kvferry_router_inter_token_seconds_count{instance="http://decode1"} 1.0' in shown
+    assert 'kvferry_router_inter_token_seconds_count{instance="other"} 1.0' in shown
+    assert shown.count("kvferry_router_instance_healthy{") == 4
     assert 'kvferry_router_instance_healthy{instance="other"' not in shown
 
 
@@ -234,11 +235,45 @@ def test_who_comes_when_another_has_left_has_metrics_of_its_own():
     metrics = Metrics(max_labels=1)
     pool = InstancePool((D0,), metrics)
     pool.add(D1, Origin.FILE)
+    pool.probed(D1, ProbeResult.READY, "")
     assert D1.url not in metrics.render().decode()
     pool.remove(D0, Origin.COMMAND_LINE)
     pool.show()
     shown = metrics.render().decode()
     assert f'kvferry_router_in_flight_requests{{instance="{D1.url}",role="decode"}} 0.0' in shown
+    assert f'kvferry_router_instance_ready{{instance="{D1.url}",role="decode"}} 1.0' in shown
+
+
+def test_what_is_heard_of_an_instance_that_has_left_takes_nobodys_place():
+    metrics = Metrics(max_labels=4)
+    pool = InstancePool((P0, D0), metrics)
+    pool.remove(D0, Origin.COMMAND_LINE)
+    for observe in (metrics.observer_of_gaps(D0.url), lambda _: metrics.observe_phases({"wire": 0.1}, P0.url, D0.url)):
+        observe(0.1)
+    pool.lost((P0, D0), "digest", None)
+    shown = metrics.render().decode()
+    assert D0.url not in shown
+    assert 'kvferry_router_inter_token_seconds_count{instance="other"} 1.0' in shown
+    for number in range(3):
+        pool.add(Instance(f"http://new{number}", Role.DECODE), Origin.FILE)
+    assert metrics.render().decode().count("kvferry_router_instance_healthy{") == 4
+    # And there is room for a pair.
+    metrics.observe_phases({"wire": 0.1}, P0.url, "http://new0")
+    assert 'decode="http://new0",phase="wire"' in metrics.render().decode()
+
+
+def test_one_role_of_two_at_an_address_leaves_and_the_other_is_still_shown():
+    metrics = Metrics()
+    both = [Instance("http://a", role) for role in Role]
+    pool = InstancePool(both, metrics)
+    metrics.observe_phases({"wire": 0.1}, "http://a", "http://a")
+    pool.remove(both[0], Origin.COMMAND_LINE)
+    shown = metrics.render().decode()
+    assert 'kvferry_router_instance_healthy{instance="http://a",role="decode"}' in shown
+    assert 'kvferry_router_instance_healthy{instance="http://a",role="prefill"}' not in shown
+    assert 'phase="wire"' in shown
+    pool.remove(both[1], Origin.COMMAND_LINE)
+    assert "http://a" not in metrics.render().decode()
 
 
 def test_tokens_in_flight_fall_as_they_are_written():

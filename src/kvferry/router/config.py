@@ -85,7 +85,7 @@ class RouterConfig:
     With `require_prefill` the router is not ready while no pair of instances is; with a `prefill_fallback` of REFUSE it
     does not let a decode instance compute what a prefill instance should, either. Of prompts of `early_from_tokens` and
     more, decode begins together with prefill, where the prefill instance can do that; 0: of none.
-    `max_metric_labels` instances, and as many pairs, have metrics of their own, and the others share theirs.
+    `max_metric_labels` instances, and a quarter as many pairs, have metrics of their own, and the others share theirs.
     `engine_api_key` is shown to the engines in place of what clients show; empty: theirs is passed on.
     Raises ConfigurationError.
     """

@@ -83,7 +83,10 @@ class RouteOptions:
     log_format: Annotated[LogFormat, output(help="Format of the log on stderr.")] = LogFormat.PLAIN
     access_log: Annotated[bool, common("--access-log", help="Log every request.")] = False
     max_metric_labels: Annotated[
-        int, output(min=0, help="Instances, and pairs, with metrics of their own; the rest is counted as other.")
+        int,
+        output(
+            min=0, help="Instances with metrics of their own; a quarter as many pairs have some. The rest is other."
+        ),
     ] = 1024
     otel: Annotated[bool, output("--otel", help="Export OpenTelemetry spans; set OTEL_* variables.")] = False
     as_json: Json = False

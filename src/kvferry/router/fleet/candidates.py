@@ -3,7 +3,8 @@ each of them.
 
 A policy looks at every candidate. Of a thousand instances it is offered `MAX_OFFERED`: the least busy of so many is
 hardly busier than the least busy of all (Mitzenmacher, "The power of two choices in randomized load balancing", 2001).
-`NUM_HOMES` of them are those where prompts that begin alike meet, found on a ring of hashes; the others are drawn.
+Some of them are those that have most of the prompt in their prefix caches, and those where prompts that begin alike
+meet, found on a ring of hashes; the others are drawn.
 """
 
 from __future__ import annotations
@@ -13,15 +14,26 @@ import random
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
+from typing import NamedTuple
 
 from kvferry.router.fleet.engine_info import EngineInfo, differences
 from kvferry.router.fleet.instance import InstanceState
+from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import Instance, Role
 
 MAX_OFFERED = 64
-NUM_HOMES = 8
-# Clients write what they like into requests: no more models than these are remembered.
-MAX_GROUPS = 1024
+NUM_HOLDERS, NUM_HOMES = 8, 8
+# No model has this name.
+UNTOLD = "\0"
+
+
+class Draw:
+    """How instances are drawn: `prefixes` says who has seen what."""
+
+    def __init__(self, prefixes: PrefixIndex, seed: int | None) -> None:
+        self.prefixes = prefixes
+        self.dice = random.Random(seed)
 
 
 class Group:
@@ -30,18 +42,26 @@ class Group:
     def __init__(self, states: Sequence[InstanceState]) -> None:
         self.states = tuple(states)
 
-    def offered(self, prefixes: Sequence[int], dice: random.Random) -> tuple[InstanceState, ...]:
-        """All of them, or some, in order: `homes` of the first prefix, and others."""
-        if len(self.states) <= MAX_OFFERED:
-            return self.states
-        homes = self._homes(prefixes)
-        drawn = dice.sample(range(len(self.states)), MAX_OFFERED - len(homes))
-        return tuple(self.states[number] for number in sorted(homes.union(drawn)))
+    @property
+    def is_large(self) -> bool:
+        """Whether only some are offered."""
+        return len(self.states) > MAX_OFFERED
 
-    def homes(self, prefixes: Sequence[int]) -> frozenset[Instance]:
-        """Where prompts that begin alike meet; equal for all routers with the same instances."""
-        if len(self.states) <= MAX_OFFERED:
-            return frozenset(state.instance for state in self.states)
+    def offered(self, prefixes: Sequence[int], draw: Draw) -> tuple[InstanceState, ...]:
+        """All of them, or some, in order."""
+        if not self.is_large:
+            return self.states
+        known = (self._numbers.get(instance) for instance in draw.prefixes.holders(prefixes))
+        chosen = set(islice((number for number in known if number is not None), NUM_HOLDERS))
+        chosen |= self._homes(prefixes)
+        chosen.update(draw.dice.sample(range(len(self.states)), MAX_OFFERED - len(chosen)))
+        return tuple(self.states[number] for number in sorted(chosen))
+
+    def homes(self, prefixes: Sequence[int]) -> frozenset[Instance] | None:
+        """Where prompts that begin alike meet, equal for all routers with the same instances; None: wherever they like,
+        since all are offered."""
+        if not self.is_large:
+            return None
         return frozenset(self.states[number].instance for number in self._homes(prefixes))
 
     def _homes(self, prefixes: Sequence[int]) -> set[int]:
@@ -55,35 +75,57 @@ class Group:
         """The place of each on it, and its number."""
         return sorted((_place(state.instance.url), number) for number, state in enumerate(self.states))
 
+    @cached_property
+    def _numbers(self) -> dict[Instance, int]:
+        return {state.instance: number for number, state in enumerate(self.states)}
+
+
+class Wanted(NamedTuple):
+    """Instances of a role that have a `model` (None: whatever they have), as far as they tell, can exchange a cache
+    with such a `partner` (None: with whomever), and compute prompts, if that is needed."""
+
+    role: Role
+    model: str | None = None
+    partner: EngineInfo | None = None
+    computes: bool = False
+
+    def has(self, state: InstanceState) -> bool:
+        if state.instance.role is not self.role or (self.model is not None and not state.serves(self.model)):
+            return False
+        if self.computes and not state.info.computes_prompts:
+            return False
+        if self.partner is None:
+            return True
+        pair = (state.kind, self.partner) if self.role is Role.PREFILL else (self.partner, state.kind)
+        return not differences(*pair)
+
 
 class Candidates:
     """Groups of a pool's instances. `changed` follows whenever one comes, leaves, or says who it is."""
 
     def __init__(self, states: Mapping[Instance, InstanceState]) -> None:
         self._states = states
-        self._groups: dict[tuple[Role, str, EngineInfo | None], Group] = {}
+        self._groups: dict[Wanted, Group] = {}
+        self._models: frozenset[str] | None = None
 
     def changed(self) -> None:
         self._groups.clear()
+        self._models = None
 
-    def group(self, role: Role, model: str = "", partner: EngineInfo | None = None) -> Group:
-        """Those of a role that have a model, as far as they tell, and can exchange a cache with such a partner, where
-        they need one. The empty name stands for any model."""
-        key = role, model, partner
-        if key not in self._groups:
-            if len(self._groups) >= MAX_GROUPS:
-                self._groups.clear()
-            self._groups[key] = Group([state for state in self._states.values() if _is_in(state, *key)])
-        return self._groups[key]
+    def group(self, wanted: Wanted) -> Group:
+        """Made when it is first wanted."""
+        if wanted.model is not None and wanted.model not in self._told_models():
+            # Clients write what they like: all names that nobody tells have one group, of those that tell none.
+            wanted = wanted._replace(model=UNTOLD)
+        if wanted not in self._groups:
+            self._groups[wanted] = Group([state for state in self._states.values() if wanted.has(state)])
+        return self._groups[wanted]
 
-
-def _is_in(state: InstanceState, role: Role, model: str, partner: EngineInfo | None) -> bool:
-    if state.instance.role is not role or not state.serves(model):
-        return False
-    if partner is None:
-        return True
-    pair = (state.kind, partner) if role is Role.PREFILL else (partner, state.kind)
-    return not differences(*pair)
+    def _told_models(self) -> frozenset[str]:
+        if self._models is None:
+            told = (state.info.models for state in self._states.values())
+            self._models = frozenset(name for names in told for name in names) | {""}
+        return self._models
 
 
 def _place(name: str) -> int:

@@ -97,6 +97,8 @@ class BreakerTable(Generic[Key]):
         self._settings = settings
         self._max_keys = max_keys
         self._breakers: dict[Key, Breaker] = {}
+        # Those that have opened: what has failed now and then is not looked at again and again.
+        self._opened: dict[Key, None] = {}
 
     def __len__(self) -> int:
         return len(self._breakers)
@@ -105,7 +107,7 @@ class BreakerTable(Generic[Key]):
         return self._breakers[key].state(now) if key in self._breakers else BreakerState.CLOSED
 
     def not_closed(self, now: float) -> list[Key]:
-        return [key for key in self._breakers if self.state(key, now) is not BreakerState.CLOSED]
+        return [key for key in self._opened if self.state(key, now) is not BreakerState.CLOSED]
 
     def may_begin(self, key: Key, now: float) -> bool:
         return key not in self._breakers or self._breakers[key].may_begin(now)
@@ -116,16 +118,19 @@ class BreakerTable(Generic[Key]):
 
     def succeeded(self, key: Key) -> bool:
         """Whether it had failed before."""
-        return self._breakers.pop(key, None) is not None
+        return self._drop(key)
 
     def failed(self, key: Key, now: float, trial: Trial | None = None) -> bool:
         """Whether that opens the breaker."""
         if key not in self._breakers and len(self._breakers) >= self._max_keys:
-            del self._breakers[next(iter(self._breakers))]
+            self._drop(next(iter(self._breakers)))
         breaker = self._breakers.setdefault(key, Breaker(self._settings))
         was_open = breaker.state(now) is BreakerState.OPEN
         breaker.failed(now, trial)
-        return breaker.state(now) is BreakerState.OPEN and not was_open
+        opens = breaker.state(now) is BreakerState.OPEN and not was_open
+        if opens:
+            self._opened[key] = None
+        return opens
 
     def abandoned(self, key: Key, trial: Trial | None) -> None:
         if key in self._breakers:
@@ -133,7 +138,13 @@ class BreakerTable(Generic[Key]):
 
     def forget(self, concerns: Callable[[Key], bool]) -> None:
         """Forget the keys of which this is true."""
-        self._breakers = {key: breaker for key, breaker in self._breakers.items() if not concerns(key)}
+        for key in [key for key in self._breakers if concerns(key)]:
+            self._drop(key)
 
     def clear(self) -> None:
         self._breakers.clear()
+        self._opened.clear()
+
+    def _drop(self, key: Key) -> bool:
+        self._opened.pop(key, None)
+        return self._breakers.pop(key, None) is not None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable
-from itertools import islice
+from itertools import islice, product
 
 from kvferry.router.config import DEFAULT_POLICY, PolicySettings
 from kvferry.router.fleet.circuit_breaker import BreakerSettings, BreakerTable, Trial
@@ -33,6 +34,10 @@ PAIR_BREAKER = BreakerSettings(num_failures=3, open_s=30.0, max_open_s=600.0)
 KIND_BREAKER = BreakerSettings(num_failures=5, open_s=5.0, max_open_s=60.0)
 # Clients write what they like into requests: no more kinds than these are remembered.
 MAX_KINDS = 256
+# That have failed since they last worked: of thousands of instances the same two rarely meet again.
+MAX_PAIRS = 1 << 14
+# A policy that refuses a request of some of very many instances is asked again about others, so many times in all.
+NUM_DRAWS = 4
 # Of instances, in one line of the log.
 MAX_NAMED = 3
 
@@ -54,7 +59,7 @@ class InstancePool:
         self.draining = False
         self.handover = Mean()
         # A transfer that keeps failing between two instances says nothing about either with any other one.
-        self.pairs = BreakerTable[Pair](PAIR_BREAKER)
+        self.pairs = BreakerTable[Pair](PAIR_BREAKER, MAX_PAIRS)
         self.kinds = BreakerTable[RequestKind](KIND_BREAKER, MAX_KINDS)
         self.open_requests = OpenRequests()
         self.prefixes = PrefixIndex()
@@ -142,17 +147,29 @@ class InstancePool:
         """The healthy instances of a role that want requests and did not fail again and again."""
         return [state.instance for state in self._of_role(role) if state.ready and state.can_serve(self.now)]
 
-    def usable_pairs(self) -> list[Pair]:
-        """Pairs of ready instances that a request can be served by now."""
-        decode = self.ready(Role.DECODE)
-        return [(p, d) for p in self.ready(Role.PREFILL) for d in decode if self._is_compatible((p, d))]
+    def num_usable_pairs(self) -> int:
+        """How many pairs of ready instances a request can be served by now, without a look at each of them."""
+        ready = {role: set(self.ready(role)) for role in Role}
+        kinds = {role: Counter(self._states[one].kind for one in ready[role]) for role in Role}
+        num_pairs = sum(
+            prefill_count * decode_count
+            for prefill, prefill_count in kinds[Role.PREFILL].items()
+            for decode, decode_count in kinds[Role.DECODE].items()
+            if not differences(prefill, decode)
+        )
+        broken = [pair for pair in self.pairs.not_closed(self.now) if not self.pairs.may_begin(pair, self.now)]
+        known = [(p, d) for p, d in broken if p in ready[Role.PREFILL] and d in ready[Role.DECODE]]
+        return num_pairs - sum(not self._differences(pair) for pair in known)
 
     @property
     def incompatible(self) -> frozenset[Pair]:
         """Pairs that do not hold the same cache, or do not understand each other."""
-        decode = self._of_role(Role.DECODE)
-        pairs = ((p.instance, d.instance) for p in self._of_role(Role.PREFILL) for d in decode)
-        return frozenset(pair for pair in pairs if self._differences(pair))
+        found: set[Pair] = set()
+        for (role, prefill), sources in self._queries.kinds.items():
+            for (other, decode), targets in self._queries.kinds.items():
+                if (role, other) == (Role.PREFILL, Role.DECODE) and differences(prefill, decode):
+                    found.update(product(sources, targets))
+        return frozenset(found)
 
     def info_of(self, instance: Instance) -> EngineInfo:
         """What an instance says of itself; nothing if it has left."""
@@ -170,8 +187,11 @@ class InstancePool:
 
     def reserve(self, request: InstanceRequest) -> Reservation | SkipPrefill | Overloaded | NoInstance:
         """Have the policy choose; an instance that it chose is reserved, everything else is its decision."""
-        query = self._queries.query(request, self.handover.value)
-        decision = self._policy_settings.policy(query)
+        for _ in range(NUM_DRAWS):
+            query = self._queries.query(request, self.handover.value)
+            decision = self._policy_settings.policy(query)
+            if not (isinstance(decision, Overloaded) and self._queries.is_some(request)):
+                break
         if request.role is Role.PREFILL:
             self._last_prefill_query = query
         if isinstance(decision, SkipPrefill | Overloaded | NoInstance):
@@ -225,6 +245,8 @@ class InstancePool:
         """Bring the gauges up to date for whoever reads them; at each request that would cost more than its choice."""
         for state in self.states:
             self._metrics.show_load(state.instance, state.num_outstanding, state.outstanding_tokens)
+            # Also of those for whose series there is room only now.
+            self._metrics.show_health(state.instance, state.healthy, state.ready)
         if self._last_prefill_query is not None:
             self._metrics.skip_threshold.set(threshold_tokens(self._last_prefill_query))
 
@@ -265,9 +287,6 @@ class InstancePool:
 
     def _of_role(self, role: Role) -> list[InstanceState]:
         return [state for state in self.states if state.instance.role is role]
-
-    def _is_compatible(self, pair: Pair) -> bool:
-        return not self._differences(pair) and self.pairs.may_begin(pair, self.now)
 
     def _differences(self, pair: Pair) -> tuple[str, ...]:
         return differences(*(self._states[one].kind for one in pair))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.router.config import PolicySettings
-from kvferry.router.fleet.candidates import Candidates, Group
+from kvferry.router.fleet.candidates import Candidates, Draw, Group, Wanted
 from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState
@@ -34,7 +33,7 @@ class Queries:
         self._prefixes = prefixes
         self._settings = settings
         self._candidates = Candidates(states)
-        self._dice = random.Random(settings.seed)
+        self._draw = Draw(prefixes, settings.seed)
         # A dictionary of them, which knows their order and lets one go at once.
         self.kinds: dict[tuple[Role, EngineInfo], dict[Instance, None]] = {}
 
@@ -70,51 +69,57 @@ class Queries:
         states = [self._states[one] for one in request.partners if one in self._states and one not in request.excluded]
         return tuple(self._load(state, request) for state in states)
 
+    def is_some(self, request: InstanceRequest) -> bool:
+        """Whether a policy is told of some of those that might be chosen, and of others if it is asked again."""
+        return self._candidates.group(Wanted(request.role)).is_large
+
     def _prefill(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
         partners = request.partners
-        kinds = {self._kind(one) for one in partners}
-        partner = kinds.pop() if kinds else None
+        kinds = [self._kind(one) for one in partners]
+        partner = kinds[0] if kinds else None
 
         def keep(state: InstanceState) -> bool:
             pairs = ((state.instance, one) for one in partners)
             return state.instance not in request.excluded and all(self._pairs.may_begin(pair, now) for pair in pairs)
 
-        group = self._candidates.group(Role.PREFILL, request.cost.model, partner)
+        group = self._candidates.group(Wanted(Role.PREFILL, request.cost.model, partner))
         found = self._some(group, request, keep, now)
         # Who is to answer refuses a model that it does not have better than we could.
-        if not found and not all(self._computes_prompts(one) for one in partners):
-            group = self._candidates.group(Role.PREFILL, "", partner)
+        if not found and not all(kind.computes_prompts for kind in kinds):
+            group = self._candidates.group(Wanted(Role.PREFILL, None, partner))
             found = self._some(group, request, keep, now)
         return self._loads(found, group, request)
 
     def _decode(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
-        is_divisible = request.cost.is_divisible
-
         def keep(state: InstanceState) -> bool:
             return state.instance not in request.excluded
 
-        group = self._candidates.group(Role.DECODE, request.cost.model)
+        model: str | None = request.cost.model
+        group = self._candidates.group(Wanted(Role.DECODE, model))
         found = self._some(group, request, keep, now)
         if not found:
-            group = self._candidates.group(Role.DECODE)
+            model, group = None, self._candidates.group(Wanted(Role.DECODE))
             found = self._some(group, request, keep, now)
-        if request.alone or not is_divisible:
-            # What only those that compute prompts can serve waits for one that is down.
-            every = [state for state in group.states if keep(state) and state.info.computes_prompts]
-            found = [state for state in every if not is_divisible or state.can_serve(now)] or found
-        if not is_divisible:
+        if request.alone or not request.cost.is_divisible:
+            computing = self._candidates.group(Wanted(Role.DECODE, model, computes=True))
+            able = self._some(computing, request, keep, now)
+            if request.cost.is_divisible:
+                # Another one can serve it as well, with a partner. What only these can serve waits for one that is
+                # down.
+                able = [state for state in able if state.can_serve(now)]
+            group, found = (computing, able) if able else (group, found)
+        if not request.cost.is_divisible:
             return self._loads(found, group, request)
         num_partners = self._num_partners(found, request, now)
-        if not any(num_partners.values()):
-            found = [state for state in group.states if keep(state)] if len(found) < len(group.states) else found
+        if len(found) < len(group.states) and not any(num_partners.values()):
+            found = [state for state in group.states if keep(state)]
             num_partners = self._num_partners(found, request, now)
         return self._loads(found, group, request, num_partners)
 
     def _some(self, group: Group, request: InstanceRequest, keep: Keep, now: float) -> list[InstanceState]:
         """Those of a group that may be chosen; all of them where some would not do."""
-        offered = group.offered(request.cost.prefixes, self._dice)
-        found = [state for state in offered if keep(state)]
-        if len(offered) == len(group.states) or any(state.ready and state.can_serve(now) for state in found):
+        found = [state for state in group.offered(request.cost.prefixes, self._draw) if keep(state)]
+        if not group.is_large or any(state.ready and state.can_serve(now) for state in found):
             return found
         return [state for state in group.states if keep(state)]
 
@@ -132,7 +137,7 @@ class Queries:
         return found
 
     def _ready_for(self, kind: EngineInfo, request: InstanceRequest, now: float) -> set[Instance]:
-        group = self._candidates.group(Role.PREFILL, "", kind)
+        group = self._candidates.group(Wanted(Role.PREFILL, None, kind))
         found = self._some(group, request, lambda state: state.ready and state.can_serve(now), now)
         return {state.instance for state in found}
 
@@ -145,7 +150,8 @@ class Queries:
     ) -> tuple[Load, ...]:
         homes, numbers = group.homes(request.cost.prefixes), num_partners or {}
         return tuple(
-            self._load(state, request, numbers.get(state.instance, 1), state.instance in homes) for state in states
+            self._load(state, request, numbers.get(state.instance, 1), homes is None or state.instance in homes)
+            for state in states
         )
 
     def _load(
@@ -156,6 +162,3 @@ class Queries:
 
     def _kind(self, instance: Instance) -> EngineInfo:
         return self._states[instance].kind if instance in self._states else UNKNOWN_ENGINE
-
-    def _computes_prompts(self, instance: Instance) -> bool:
-        return self._kind(instance).computes_prompts

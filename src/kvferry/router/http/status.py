@@ -15,16 +15,16 @@ def readiness(pool: InstancePool, require_prefill: bool) -> tuple[int, dict[str,
     An instance counts if its last probe was answered and its last requests did not all fail. `path` is how a request
     would be served; one that needs no pair is served by a decode instance alone.
     """
-    pairs = pool.usable_pairs()
-    reason = _reason(pool, not pairs and (require_prefill or pool.needs_pair()))
+    num_pairs = pool.num_usable_pairs()
+    reason = _reason(pool, not num_pairs and (require_prefill or pool.needs_pair()))
     body: dict[str, object] = {
         "status": reason or "ready",
-        "path": "" if reason else "disaggregated" if pairs else "decode-only",
+        "path": "" if reason else "disaggregated" if num_pairs else "decode-only",
         "num_healthy_prefill": len(pool.healthy(Role.PREFILL)),
         "num_healthy_decode": len(pool.healthy(Role.DECODE)),
         "num_ready_prefill": len(pool.ready(Role.PREFILL)),
         "num_ready_decode": len(pool.ready(Role.DECODE)),
-        "num_usable_pairs": len(pairs),
+        "num_usable_pairs": num_pairs,
     }
     return (503 if reason else 200), body
 

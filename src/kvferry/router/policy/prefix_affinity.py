@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvferry.router.policy.records import Instance
 
@@ -14,6 +14,8 @@ class PrefixIndex:
     def __init__(self, max_names: int = 16384) -> None:
         self._max_names = max_names
         self._names: dict[Instance, OrderedDict[int, None]] = {}
+        # The other way round, for whoever cannot ask all instances. The values are dictionaries for their order.
+        self._holders: dict[int, dict[Instance, None]] = {}
 
     def remember(self, instance: Instance, prefixes: Sequence[int]) -> None:
         """A prompt with these prefixes, the shortest first, was computed or received there."""
@@ -22,8 +24,9 @@ class PrefixIndex:
         for name in reversed(prefixes):
             names[name] = None
             names.move_to_end(name)
+            self._holders.setdefault(name, {})[instance] = None
         while len(names) > self._max_names:
-            names.popitem(last=False)
+            self._drop(instance, names.popitem(last=False)[0])
 
     def num_known(self, instance: Instance, prefixes: Sequence[int]) -> int:
         """How many of the prefixes, from the shortest on, it has seen."""
@@ -32,6 +35,17 @@ class PrefixIndex:
             return 0
         return next((i for i, name in enumerate(prefixes) if name not in names), len(prefixes))
 
+    def holders(self, prefixes: Sequence[int]) -> Iterable[Instance]:
+        """Those that have seen the longest prefix that any has seen, in the order in which they first did."""
+        return next((self._holders[name] for name in reversed(prefixes) if name in self._holders), ())
+
     def forget(self, instance: Instance) -> None:
         """It has left, or has been restarted: its cache is gone."""
-        self._names.pop(instance, None)
+        for name in self._names.pop(instance, ()):
+            self._drop(instance, name)
+
+    def _drop(self, instance: Instance, name: int) -> None:
+        holders = self._holders[name]
+        del holders[instance]
+        if not holders:
+            del self._holders[name]

@@ -4,6 +4,8 @@ mix."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
@@ -11,34 +13,14 @@ from prometheus_client.metrics import MetricWrapperBase
 from kvferry.connectors.buckets import PHASE_BUCKETS_S
 from kvferry.router.commands import Count, Counted
 from kvferry.router.policy.records import Instance
+from kvferry.router.telemetry.series_by_url import SeriesByUrl
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 INSTANCE = ("role", "instance")
 MAX_LABELS = 1024
-# In place of the names of instances that have no series of their own.
-OTHER = "other"
 
-
-class NameLimit:
-    """So many instances, or pairs, have series of their own. All that come when there are so many share one: pairs grow
-    with the square of the instances, and a collector pays for every series."""
-
-    def __init__(self, max_names: int) -> None:
-        self._max_names = max_names
-        self._named: set[tuple[str, ...]] = set()
-
-    def names(self, *urls: str) -> tuple[str, ...]:
-        """What these are called."""
-        if urls not in self._named:
-            if len(self._named) >= self._max_names:
-                return (OTHER,) * len(urls)
-            self._named.add(urls)
-        return urls
-
-    def forget(self, url: str) -> None:
-        """It has left: others have room."""
-        self._named = {urls for urls in self._named if url not in urls}
+_Family = TypeVar("_Family", bound=MetricWrapperBase)
 
 
 class Metrics:
@@ -46,7 +28,7 @@ class Metrics:
 
     def __init__(self, max_labels: int = MAX_LABELS) -> None:
         self._registry = CollectorRegistry()
-        self._instances, self._pairs = NameLimit(max_labels), NameLimit(max_labels)
+        self._by_url = SeriesByUrl(max_labels)
         self._add_requests()
         self._add_instances()
         self._add_times()
@@ -123,16 +105,16 @@ class Metrics:
         self._counted[count.what].labels(*(count.role,) if by_role else (), count.reason).inc()
 
     def observe_phases(self, phases: Mapping[str, float], prefill_url: str, decode_url: str) -> None:
-        pair = self._pairs.names(prefill_url, decode_url)
+        pair = self._by_url.names(prefill_url, decode_url)
         for name, seconds in phases.items():
-            self._phases.labels(name, *pair).observe(seconds)
+            self._of(self._phases, name, *pair).observe(seconds)
 
     def observer_of_gaps(self, url: str) -> Callable[[float], None]:
         """What takes the times between two tokens of an answer of this instance."""
-        return self._inter_token.labels(*self._instances.names(url)).observe
+        return self._of(self._inter_token, self._by_url.name(url)).observe
 
     def lost_cache(self, prefill_url: str, decode_url: str, reason: str) -> None:
-        self._lost_caches.labels(*self._pairs.names(prefill_url, decode_url), reason).inc()
+        self._of(self._lost_caches, *self._by_url.names(prefill_url, decode_url), reason).inc()
 
     def show_load(self, instance: Instance, num_requests: int, num_tokens: int) -> None:
         self._show(instance, (self._in_flight, num_requests), (self._in_flight_tokens, num_tokens))
@@ -141,20 +123,21 @@ class Metrics:
         self._show(instance, (self._healthy, healthy), (self._ready, ready))
 
     def _show(self, instance: Instance, *values: tuple[Gauge, float]) -> None:
-        (name,) = self._instances.names(instance.url)
-        for gauge, value in values:
-            # What others share would be the value of the last of them.
-            if name != OTHER:
-                gauge.labels(instance.role, name).set(value)
+        """Nothing of those that have no name: the value would be that of the last of them."""
+        if self._by_url.join(instance):
+            for gauge, value in values:
+                gauge.labels(instance.role, instance.url).set(value)
+
+    def _of(self, family: _Family, *labels: str) -> _Family:
+        self._by_url.note(family, labels)
+        return family.labels(*labels)
 
     def forget(self, instance: Instance) -> None:
         """An instance has left: what was counted by its name goes with it, or memory would grow with every restart."""
-        url = instance.url
-        gauges = self._in_flight, self._in_flight_tokens, self._healthy, self._ready
-        for family in (*gauges, self._lost_caches, self._phases, self._inter_token):
-            _forget(family, url)
-        self._instances.forget(url)
-        self._pairs.forget(url)
+        for gauge in (self._in_flight, self._in_flight_tokens, self._healthy, self._ready):
+            _remove(gauge, (instance.role, instance.url))
+        for family, labels in self._by_url.leave(instance):
+            _remove(family, labels)
 
     def render(self) -> bytes:
         """The text format of Prometheus."""
@@ -170,8 +153,6 @@ class Metrics:
         return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
 
 
-def _forget(family: MetricWrapperBase, url: str) -> None:
-    found = {tuple(s.labels.items()) for metric in family.collect() for s in metric.samples if url in s.labels.values()}
-    kept = {tuple(pair for pair in labels if pair[0] != "le") for labels in found}
-    for labels in kept:
-        family.remove_by_labels(dict(labels))
+def _remove(family: MetricWrapperBase, labels: tuple[str, ...]) -> None:
+    with suppress(KeyError):
+        family.remove(*labels)
