@@ -4,7 +4,8 @@
 
 The pool alone, with its policy, in one process: no request is sent. Half of the instances are prefill, all are ready;
 each prompt begins like one of a hundred. *Rollout* is the same while half of each role speaks another wire version.
-*Join* is what an instance costs that comes and says who it is. Prints JSON; microseconds, medians.
+*Join* is what an instance costs that comes and says who it is, *after a join* a choice that comes next, and *ready* the
+answer of `/ready`. Prints JSON; microseconds, medians.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import time
 from typing import Any
 
 from measuring import machine, say
+from msgspec import structs
 
 from kvferry.router.config import PolicySettings
 from kvferry.router.fleet.engine_info import EngineInfo
 from kvferry.router.fleet.instance import InstanceRequest, Origin, ProbeResult, Reservation
 from kvferry.router.fleet.instance_pool import InstancePool
+from kvferry.router.http.status import readiness
 from kvferry.router.policy.records import Instance, RequestCost, Role
 from kvferry.router.telemetry.metrics import Metrics
 
 NUM_REQUESTS, WARM_UP, NUM_PREFIXES = 300, 20, 100
-IN_FLIGHT = 50
+IN_FLIGHT, NUM_CHANGES = 50, 10
 
 
 def fleet_of(num_instances: int) -> tuple[InstancePool, list[float]]:
@@ -80,12 +83,33 @@ def microseconds(pool: InstancePool) -> float:
     return statistics.median(took[WARM_UP:]) * 1e6
 
 
+def after_a_join(pool: InstancePool) -> float:
+    """Of a choice for which everything has to be found anew."""
+    took = []
+    for number in range(NUM_CHANGES):
+        instance = pool.instances[number]
+        pool.introduce(instance, structs.replace(pool.info_of(instance), version=str(number)))
+        began = time.perf_counter()
+        choose(pool, number)
+        took.append(time.perf_counter() - began)
+    return statistics.median(took) * 1e6
+
+
+def answer_of_ready(pool: InstancePool) -> float:
+    took = []
+    for _ in range(NUM_CHANGES):
+        began = time.perf_counter()
+        readiness(pool, True)
+        took.append(time.perf_counter() - began)
+    return statistics.median(took) * 1e6
+
+
 def row(num_instances: int) -> dict[str, Any]:
     pool, joined = fleet_of(num_instances)
-    steady = microseconds(pool)
+    found = {"instances": num_instances, "choice_us": microseconds(pool)}
     roll_out(pool)
-    joins = statistics.median(joined[-10:]) * 1e6
-    return {"instances": num_instances, "choice_us": steady, "rollout_us": microseconds(pool), "join_us": joins}
+    found |= {"rollout_us": microseconds(pool), "join_us": statistics.median(joined[-NUM_CHANGES:]) * 1e6}
+    return found | {"after_a_join_us": after_a_join(pool), "ready_us": answer_of_ready(pool)}
 
 
 def main() -> None:

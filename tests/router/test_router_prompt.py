@@ -95,6 +95,22 @@ def test_prefixes_of_other_models_and_salts_are_others_and_their_number_is_bound
     assert len(task(prompt="x" * 10**6).prefixes) == MAX_PREFIXES
 
 
+def test_who_has_seen_the_longest_known_beginning_is_found_without_asking_all():
+    index, instances = PrefixIndex(max_names=3), [Instance(f"http://p{n}", Role.PREFILL) for n in range(3)]
+    for instance, prefixes in zip(instances, ((1, 2), (1, 2, 3), (1,)), strict=True):
+        index.remember(instance, prefixes)
+    found = [list(index.holders(prefixes)) for prefixes in ((1, 2, 3, 4), (1, 2), (1,), (9,), ())]
+    assert found == [[instances[1]], instances[:2], instances, [], []]
+    index.forget(instances[1])
+    assert list(index.holders((1, 2, 3))) == [instances[0]]
+    # What is pushed out is not held any more.
+    index.remember(instances[0], (7, 8, 9))
+    assert [list(index.holders((name,))) for name in (1, 2, 9)] == [[instances[2]], [], [instances[0]]]
+    index.forget(instances[0])
+    index.forget(instances[2])
+    assert not index._holders
+
+
 def test_an_index_knows_the_shortest_prefixes_longest_and_forgets():
     index = PrefixIndex(max_names=3)
     index.remember(D0, (1, 2, 3))
