@@ -12,6 +12,9 @@ import aiohttp
 import pytest
 from router_harness import DONE, answer, cluster, decode_engine, decoding, prefill_engine, serving, streaming
 
+from kvferry.cli.options import context_of, record_of
+from kvferry.cli.route.command import RouteOptions, route
+from kvferry.cli.route.server import config_of
 from kvferry.embedded.http.router_registration import Registrar, RegistrarConfig
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side, decode_announcement, reason_to_refuse, sign
@@ -274,6 +277,20 @@ def test_one_role_of_two_at_an_address_leaves_and_the_other_is_still_shown():
     assert 'phase="wire"' in shown
     pool.remove(both[1], Origin.COMMAND_LINE)
     assert "http://a" not in metrics.render().decode()
+
+
+async def test_an_operator_says_how_many_instances_metrics_name():
+    found = []
+    for limit in (8, 0):
+        async with cluster([prefill_engine("p0")], [decode_engine()], max_metric_labels=limit) as c:
+            await c.complete()
+            found.append(c.decode[0].url in await c.metrics())
+    assert found == [True, False]
+
+
+def test_the_option_of_the_command_says_so_too():
+    record = record_of(RouteOptions, context_of(("--decode", D0.url, "--max-metric-labels", "3"), route))
+    assert config_of(record).max_metric_labels == 3
 
 
 def test_tokens_in_flight_fall_as_they_are_written():
