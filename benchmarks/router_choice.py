@@ -87,7 +87,7 @@ def after_a_join(pool: InstancePool) -> float:
     """Of a choice for which everything has to be found anew."""
     took = []
     for number in range(NUM_CHANGES):
-        instance = pool.instances[number]
+        instance = pool.instances[number % len(pool.instances)]
         pool.introduce(instance, structs.replace(pool.info_of(instance), version=str(number)))
         began = time.perf_counter()
         choose(pool, number)
