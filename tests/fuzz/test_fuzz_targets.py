@@ -201,7 +201,7 @@ class Hostile:
         return m.Abort(*self.whose())
 
     def renew(self) -> m.Renew:
-        return m.Renew(self.party(), (self.lease_id(), self.lease_id()))
+        return m.Renew(self.party(), (self.lease_id(), self.lease_id()), bytes(self.random.choice((0, 1000))))
 
 
 def play(seed: int) -> Counter[str]:

@@ -52,6 +52,7 @@ def test_a_cache_is_claimed_read_validated_and_freed():
             (0, LEASE, []),
             (1, said(CLAIM), [GRANT]),
             (2, said(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(()))]),
+            (2, said(m.Renew(READER, ("l1",), b"long")), [Reply("x", m.Renewed((), b"long"))]),
             (3, said(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")]),
         ],
     )

@@ -231,7 +231,7 @@ def test_an_abort_is_repeated_until_the_source_has_noted_it():
 
 def test_a_silent_peer_is_lost_within_three_heartbeats(target):
     play(target, POSTED)
-    play(target, [(1.5, Tick(), [Send(PEER, m.Renew(US, ("l1",)))])])
+    play(target, [(1.2, Tick(), [Send(PEER, m.Renew(US, ("l1",)))])])
     commands = target.handle(Tick(), 3.5)
     assert failure(commands).reason == "peer_lost"
     assert Disconnect(PEER) in commands
@@ -241,9 +241,19 @@ def test_a_silent_peer_is_lost_within_three_heartbeats(target):
 def test_a_peer_that_answers_heartbeats_is_not_lost_until_the_transfer_deadline(target):
     play(target, POSTED)
     for second in range(1, 20):
-        assert target.handle(Tick(), float(second)) == [Send(PEER, m.Renew(US, ("l1",)))]
+        (sent,) = target.handle(Tick(), float(second))
+        assert sent.message.lease_ids == ("l1",)
         target.handle(answer(m.Renewed(())), second + 0.1)
     assert failure(target.handle(Tick(), 20.5)).reason == "deadline"
+
+
+def test_heartbeats_are_as_long_as_frames_while_a_read_stands_still(target):
+    """What loses long packets only would let short heartbeats pass."""
+    short, long = (Send(PEER, m.Renew(US, ("l1",), padding)) for padding in (b"", bytes(m.MAX_PADDING_BYTES)))
+    play(target, POSTED)
+    play(target, [(1.2, Tick(), [short]), (2.3, Tick(), [long]), (2.4, answer(m.Renewed(())), [])])
+    play(target, [(3.4, Tick(), [long]), (3.5, TicketEnded(KEY, ""), [Send]), (4.3, answer(m.Renewed(())), [])])
+    play(target, [(4.5, Tick(), [Send, short])])
 
 
 def test_nobody_writes_to_a_target_that_reads(target):

@@ -239,7 +239,7 @@ def test_a_source_that_cannot_reach_us_is_read():
 
 def test_a_source_that_is_lost_may_still_write():
     session = moving()
-    play(session, [(1.4, Tick(), [CLAIM, RENEW]), (2.6, Tick(), [CheckLiveness, CLAIM, RENEW])])
+    play(session, [(1.4, Tick(), [CLAIM, RENEW]), (2.6, Tick(), [CheckLiveness, CLAIM, Send])])
     commands = session.handle(Tick(), 4.6)
     assert {type(each) for each in commands} >= {FetchFailed, Cancel, Disconnect}
     play(session, [(4.7, TicketEnded(KEY, "disconnected"), [])])

@@ -23,7 +23,7 @@ from kvferry.plan.digests.subject import NOTHING, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -32,6 +32,9 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 # Of any memory: a device's can lie far beyond what a processor's programs use.
 Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 MAX_SLOT_BYTES = 1 << 32
+# More than a jumbo frame, 9,000 bytes.
+MAX_PADDING_BYTES = 1 << 14
+Padding = Annotated[bytes, Meta(max_length=MAX_PADDING_BYTES)]
 SlotBytes = Annotated[int, Meta(ge=0, le=MAX_SLOT_BYTES)]
 Value = Annotated[bytes, Meta(min_length=8, max_length=8)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 48)]
@@ -280,16 +283,22 @@ class Valid(Struct, frozen=True, tag="valid", forbid_unknown_fields=True):
 
 
 class Renew(Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
-    """Heartbeat of a target for the leases it is using; without any, it has met this source and wants nothing of it."""
+    """Heartbeat of a target for the leases it is using; without any, it has met this source and wants nothing of it.
+
+    While a read makes no progress, `padding` makes it as long as what is read, and its answer, too: what passes short
+    messages on may lose long ones, as a tunnel does, and then nobody tells of it.
+    """
 
     party: Party
     lease_ids: Annotated[tuple[Name, ...], Meta(max_length=1 << 16)]
+    padding: Padding = b""
 
 
 class Renewed(Struct, frozen=True, tag="renewed", forbid_unknown_fields=True):
-    """The source is alive; `gone` are the leases that are not live any more."""
+    """The source is alive; `gone` are the leases that are not live any more, `padding` is that of the heartbeat."""
 
     gone: tuple[Name, ...]
+    padding: Padding = b""
 
 
 class Abort(Struct, frozen=True, tag="abort", forbid_unknown_fields=True):

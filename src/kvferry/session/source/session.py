@@ -275,7 +275,7 @@ class SourceSession:
                 gone.append(lease_id)
             elif lease.live:
                 self._leases.renew(lease, now)
-        return [Reply(peer, m.Renewed(tuple(gone)))]
+        return [Reply(peer, m.Renewed(tuple(gone), renew.padding))]
 
     def _abort(self, peer: str, abort: m.Abort, now: float) -> list[Command]:
         """Only a lease's own claim ends it; before any claim, whoever knows its id, which is random.

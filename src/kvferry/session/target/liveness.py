@@ -2,7 +2,8 @@
 
 A source counts as lost when it has been silent for `Timing.silence_s` while a read needs it, and at once when nobody
 listens at its address any more. One from which nothing has been fetched for `idle_peer_s` is forgotten. Heartbeats keep
-leases alive that we use or are going to use, also those of requests that wait in our engine's queue.
+leases alive that we use or are going to use, also those of requests that wait in our engine's queue. They are as long
+as frames of the network while a read makes no progress: where only short messages arrive, the source is silent then.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from kvferry.session.target.peers.handshakes import Handshakes, PeerLost, Step
 from kvferry.session.target.peers.peer import Peer
 from kvferry.session.target.reads.fetch import LEASED, Fetch, is_needed
 from kvferry.session.timing import Timing
-from kvferry.wire.messages import Party, Reason, Reference, Renew
+from kvferry.wire.messages import MAX_PADDING_BYTES, Party, Reason, Reference, Renew
 
 # Each is answered: after two of them without an answer it is checked whether the source's process has ended.
 QUIET_HEARTBEATS = 2
+PADDING = bytes(MAX_PADDING_BYTES)
 
 
 class Liveness:
@@ -88,7 +90,13 @@ class Liveness:
         for key, lease_id in (*self._used(), *self._held(), *self._unclaimed()):
             by_peer.setdefault(key, []).append(lease_id)
         for key, lease_ids in by_peer.items():
-            yield Send(key, Renew(self._ours, tuple(lease_ids)))
+            padding = PADDING if self._is_stalled(key, now) else b""
+            yield Send(key, Renew(self._ours, tuple(lease_ids), padding))
+
+    def _is_stalled(self, key: PeerKey, now: float) -> bool:
+        """Whether bytes of a source are waited for that have not come for a while."""
+        reads = [fetch.reads[key] for fetch in self._fetches.values() if key in fetch.reads]
+        return any(read.is_stalled(now, self._timing.heartbeat_s) for read in reads)
 
     def _used(self) -> Iterator[tuple[PeerKey, str]]:
         for fetch in self._fetches.values():

@@ -134,6 +134,10 @@ class Read:
         """Whether bytes may come, or are waited for."""
         return self.state in OPEN
 
+    def is_stalled(self, now: float, limit_s: float) -> bool:
+        """Whether bytes are waited for, and for so long none have come, nor had a reason to wait."""
+        return self.state is ReadState.MOVING and now - max(self.granted_at, self.moved_at) > limit_s
+
     @property
     def awaits_slots(self) -> bool:
         """Whether it only waits for staging memory."""
@@ -232,8 +236,7 @@ class Fetch:
         moved_at = min((read.moved_at for read in open_reads), default=self.began)
         if now - max(self.began, moved_at) > limit_s:
             return (TransferError(Reason.DEADLINE, f"the fetch took longer than {limit_s:g} s"),)
-        moving = [max(read.granted_at, read.moved_at) for read in open_reads if read.state is ReadState.MOVING]
-        if moving and now - min(moving) > timing.transfer_s:
+        if any(read.is_stalled(now, timing.transfer_s) for read in open_reads):
             return (TransferError(Reason.DEADLINE, f"the read took longer than {timing.transfer_s:g} s"),)
         return ()
 
