@@ -7,14 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import zipfile
 from email import message_from_string
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from environments import Environment
+from environments import Environment, wheel_of
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("up", "serve", "route", "top", "plan", "doctor", "bench", "bench serve")
@@ -26,11 +25,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
-    subprocess.run([*pip, str(folder), str(ROOT)], check=True, timeout=240)
-    (found,) = folder.glob("*.whl")
-    return found
+    return wheel_of(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,14 @@ from packaging.requirements import Requirement
 OPTIONAL = {"triton", "nixl-cu13"}
 
 
+def wheel_of(tree: Path, folder: Path) -> Path:
+    """The wheel of a tree of sources, built in `folder`."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([*pip, str(folder), str(tree)], check=True, timeout=240)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
 class Environment:
     """A virtual environment; `run` runs its `kvferry`."""
 
