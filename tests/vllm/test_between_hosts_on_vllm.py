@@ -10,7 +10,7 @@ import random
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,21 +127,43 @@ def test_a_router_on_a_host_of_its_own_sends_requests_through_both(fleet, tmp_pa
         router.stop()
 
 
-@pytest.mark.parametrize(("source", "target"), WAYS[1:], ids=[f"{one} to {other}" for one, other in WAYS[1:]])
-def test_a_cable_that_is_cut_costs_the_cache_and_not_the_answer(fleet, source, target):
+@contextmanager
+def unplugged(network: Network, source: str, _: str) -> Iterator[None]:
+    network.unplug(source)
+    try:
+        yield
+    finally:
+        network.plug_in(source)
+
+
+@contextmanager
+def tunnelled(network: Network, _: str, target: str) -> Iterator[None]:
+    """Longer packets than a claim's vanish on their way to `target`."""
+    network.drop_longer_than(1300, target)
+    try:
+        yield
+    finally:
+        network.drop_longer_than(1500, target)
+
+
+FAULTS = [*((*way, unplugged) for way in WAYS[1:]), ("first", "second", tunnelled), ("first", "third", tunnelled)]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "fault"), FAULTS, ids=[f"{one} to {other} {fault.__name__}" for one, other, fault in FAULTS]
+)
+def test_a_cable_that_is_cut_or_narrow_costs_the_cache_and_not_the_answer(fleet, source, target, fault):
     """What the client waits for is printed: heartbeats, or three attempts to connect where a rank computes; and the
     prompt's own computation."""
+    fleet.moves(source, target, 129)
     prompt = a_prompt(300)
     one, other = fleet.engines[source], fleet.engines[target]
     first = fleet.do(lambda: post(one.url, body(prompt, 1) | {"kv_transfer_params": REMOTE_DECODE}))
     wanted = body(prompt, prompt.num_tokens) | {"kv_transfer_params": first["kv_transfer_params"]}
     expected = fleet.own(other, prompt)
-    fleet.network.unplug(source)
-    try:
+    with fault(fleet.network, source, target):
         began = time.monotonic()
         answer = fleet.do(lambda: post(other.url, wanted))
         print(f"waited {time.monotonic() - began:.1f} s")
-    finally:
-        fleet.network.plug_in(source)
     assert answer["choices"][0]["token_ids"] == expected
     fleet.moves(source, target, 129)
