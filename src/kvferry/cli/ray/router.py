@@ -42,7 +42,9 @@ class Router:
             self._pool.remove(instance, Origin.RAY)
             return {}
         self._pool.add(instance, Origin.RAY, LEASE_S)
-        state = next(state for state in self._pool.states if state.instance == instance)
+        state = self._pool.state_of(instance)
+        if state is None:
+            return {}
         return {Side.PREFILL: state.outstanding_tokens, Side.DECODE: state.num_outstanding}
 
     def check_health(self) -> None:

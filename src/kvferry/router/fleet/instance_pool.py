@@ -171,6 +171,10 @@ class InstancePool:
                     found.update(product(sources, targets))
         return frozenset(found)
 
+    def state_of(self, instance: Instance) -> InstanceState | None:
+        """What is known of an instance; None if it has left."""
+        return self._states.get(instance)
+
     def info_of(self, instance: Instance) -> EngineInfo:
         """What an instance says of itself; nothing if it has left."""
         state = self._states.get(instance)
