@@ -57,11 +57,11 @@ class Group:
         chosen.update(draw.dice.sample(range(len(self.states)), MAX_OFFERED - len(chosen)))
         return tuple(self.states[number] for number in sorted(chosen))
 
-    def homes(self, prefixes: Sequence[int]) -> frozenset[Instance] | None:
-        """Where prompts that begin alike meet, equal for all routers with the same instances; None: wherever they like,
-        since all are offered."""
+    def homes(self, prefixes: Sequence[int]) -> frozenset[Instance]:
+        """Where prompts that begin alike meet, equal for all routers with the same instances; nowhere in a small group,
+        which is offered whole."""
         if not self.is_large:
-            return None
+            return frozenset()
         return frozenset(self.states[number].instance for number in self._homes(prefixes))
 
     def _homes(self, prefixes: Sequence[int]) -> set[int]:

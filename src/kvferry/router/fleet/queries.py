@@ -150,8 +150,7 @@ class Queries:
     ) -> tuple[Load, ...]:
         homes, numbers = group.homes(request.cost.prefixes), num_partners or {}
         return tuple(
-            self._load(state, request, numbers.get(state.instance, 1), homes is None or state.instance in homes)
-            for state in states
+            self._load(state, request, numbers.get(state.instance, 1), state.instance in homes) for state in states
         )
 
     def _load(
