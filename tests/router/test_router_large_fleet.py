@@ -143,6 +143,15 @@ def test_a_model_that_one_of_all_has_is_found():
     assert fleet.take(Role.DECODE, cost=RequestCost(model="nobody's"))
 
 
+def test_a_model_that_comes_later_is_found():
+    fleet = Fleet(NUM_INSTANCES)
+    wanted = RequestCost(model="late")
+    # Somebody says that nobody has it.
+    assert fleet.take(Role.DECODE, cost=wanted)
+    fleet.pool.introduce(fleet.decode[7], structs.replace(OURS, models=("late",)))
+    assert {fleet.take(Role.DECODE, cost=wanted) for _ in range(5)} == {fleet.decode[7]}
+
+
 def test_prompts_that_begin_alike_meet_and_others_do_not():
     fleet = Fleet(NUM_INSTANCES)
     taken = Counter()
