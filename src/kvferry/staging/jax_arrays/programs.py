@@ -1,0 +1,147 @@
+"""Compiled programs that take units out of an array and put them into it, for a few numbers of units each.
+
+An array that units are put into is donated: its memory is the result's, and no second cache is ever made. Units come and
+go as integers of the elements' size, so that no bit of a floating-point number changes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from kvferry.errors import TransportError
+from kvferry.staging.jax_arrays.units import size_for
+from kvferry.transport.registered_memory import Offsets, View
+
+BITS: Final = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+class ArrayKind(NamedTuple):
+    """What programs know of an array of one device: nothing that changes when it is donated."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    where: SingleDeviceSharding
+
+    @classmethod
+    def of(cls, array: jax.Array) -> ArrayKind:
+        (device,) = array.sharding.device_set
+        return cls(array.shape, array.dtype, SingleDeviceSharding(device))
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+
+class _Program(NamedTuple):
+    """What one is compiled for."""
+
+    puts: bool
+    kind: ArrayKind
+    unit_bytes: int
+    num_units: int
+
+
+class Programs:
+    """Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[_Program, Callable[..., Any]] = {}
+        self._compiling = threading.Lock()
+
+    @property
+    def num_compiled(self) -> int:
+        """How many were compiled since this was made."""
+        return len(self._compiled)
+
+    def prepare(self, kind: ArrayKind, unit_bytes: int, sizes: Iterable[int]) -> None:
+        """Compile for these numbers of units. Raises TransportError when the device's compiler fails."""
+        for num_units, puts in product(sizes, (False, True)):
+            self._program(_Program(puts, kind, unit_bytes, num_units))
+
+    def take(self, array: jax.Array, numbers: Offsets, unit_bytes: int) -> jax.Array:
+        """Begin to take units out; the result has them and more behind them, and is on its way to the host."""
+        kind, num_units = ArrayKind.of(array), size_for(len(numbers), unit_bytes)
+        found: jax.Array = self._program(_Program(False, kind, unit_bytes, num_units))(
+            array, _placed(numbers, num_units, kind, 0)
+        )
+        found.copy_to_host_async()
+        return found
+
+    def put(self, array: jax.Array, numbers: Offsets, units: View, unit_bytes: int) -> tuple[jax.Array, jax.Array]:
+        """Begin to put `units`, of which nothing may change any more, into an array, which is deleted by that. Returns
+        the array that follows it, and what is ready when that is."""
+        kind, num_units = ArrayKind.of(array), len(units)
+        program = self._program(_Program(True, kind, unit_bytes, num_units))
+        beyond = kind.num_bytes // unit_bytes
+        bits = jax.device_put(units.view(np.dtype(BITS[kind.dtype.itemsize])), kind.where)
+        following, done = program(array, _placed(numbers, num_units, kind, beyond), bits)
+        return following, done
+
+    def _program(self, wanted: _Program) -> Callable[..., Any]:
+        if wanted not in self._compiled:
+            with self._compiling:
+                if wanted not in self._compiled:
+                    self._compiled[wanted] = _compiled(wanted)
+        return self._compiled[wanted]
+
+
+def is_widened(dtype: Any, platform: str) -> bool:
+    """Whether XLA computes with wider numbers where it only has to move these: as it does on CPUs, and then changes what
+    is no number. Moved as integers instead, an array is copied once on its way: one layer's, and not the cache."""
+    return bool(platform == "cpu" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and dtype != jnp.float16)
+
+
+def _placed(numbers: Offsets, num_units: int, kind: ArrayKind, filler: int) -> jax.Array:
+    """On the array's device, with a filler in the place of each unit that is none."""
+    filled = np.full(num_units, filler, np.int32)
+    filled[: len(numbers)] = numbers
+    return jax.device_put(filled, kind.where)
+
+
+def _compiled(wanted: _Program) -> Callable[..., Any]:
+    """Raises TransportError when the device's compiler fails."""
+    kind = wanted.kind
+    bits, unit_items = BITS[kind.dtype.itemsize], wanted.unit_bytes // kind.dtype.itemsize
+
+    def as_bits(array: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(array, bits)
+
+    def take(array: jax.Array, numbers: jax.Array) -> jax.Array:
+        return jnp.take(as_bits(array).reshape(-1, unit_items), numbers, axis=0, mode="clip")
+
+    def put(array: jax.Array, numbers: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if is_widened(kind.dtype, _platform(kind)):
+            held, new = as_bits(array), units
+        else:
+            held, new = array, jax.lax.bitcast_convert_type(units, array.dtype)
+        # Numbers that lie beyond the array are dropped.
+        following = held.reshape(-1, unit_items).at[numbers].set(new, mode="drop").reshape(array.shape)
+        return jax.lax.bitcast_convert_type(following, array.dtype), numbers[0]
+
+    array = jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.where)
+    numbers = jax.ShapeDtypeStruct((wanted.num_units,), jnp.int32, sharding=kind.where)
+    units = jax.ShapeDtypeStruct((wanted.num_units, unit_items), bits, sharding=kind.where)
+    try:
+        if wanted.puts:
+            return jax.jit(put, donate_argnums=0).lower(array, numbers, units).compile()
+        return jax.jit(take).lower(array, numbers).compile()
+    except Exception as error:  # noqa: BLE001 - compilers raise any type
+        raise TransportError(
+            "a program that copies cannot be compiled",
+            found=f"{type(error).__name__}: {error}",
+            expected=f"one for {kind.dtype.name}{list(kind.shape)} on {_platform(kind)}",
+        ) from error
+
+
+def _platform(kind: ArrayKind) -> str:
+    (device,) = kind.where.device_set
+    return str(device.platform)

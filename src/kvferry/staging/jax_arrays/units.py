@@ -1,0 +1,81 @@
+"""What is taken out of an array at a time: it is seen as one long row of units of so many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+import numpy as np
+
+from kvferry.errors import TransportError
+from kvferry.plan.description.layout import Layout, Placement, State
+from kvferry.plan.programs.copies import Column
+from kvferry.transport.registered_memory import Offsets
+
+SIZES = (16, 64, 256, 1024, 4096, 16384)
+"""Programs are compiled for so many units; other numbers are several calls, of which the last may be padded."""
+MAX_BYTES = 32 << 20
+"""Nor is more than this taken or put in one call, if it is several units."""
+
+
+def units_of(layout: Layout, region: int) -> tuple[int, ...]:
+    """Of a region, in bytes, the larger first: a block, and what no engine divides, such as a vector of one head and
+    token."""
+    states, size_bytes = layout.state_named(), layout.regions[region].size_bytes
+    block = smallest = size_bytes
+    for placement in (each for each in layout.placements if each.region == region):
+        block = gcd(block, placement.block_stride, placement.offset)
+        smallest = gcd(smallest, _undivided(states[placement.state], placement))
+    return tuple(sorted({block, smallest}, reverse=True))
+
+
+def _undivided(state: State, placement: Placement) -> int:
+    """How far every element of one axis lies in a row, if that is the innermost; all else is a multiple of it."""
+    steps = zip(placement.strides, placement.spans, strict=True)
+    inner = next((stride * len(span) for stride, span in steps if stride == state.item_bytes), state.item_bytes)
+    return gcd(inner, placement.offset, placement.block_stride, placement.token_stride, *_beyond(placement, inner))
+
+
+def _beyond(placement: Placement, inner: int) -> list[int]:
+    return [stride for stride in placement.strides if stride >= inner]
+
+
+def sizes_of(unit_bytes: int) -> tuple[int, ...]:
+    """For how many units programs are compiled, ascending."""
+    return tuple(size for size in SIZES if size * unit_bytes <= MAX_BYTES) or SIZES[:1]
+
+
+def size_for(num_units: int, unit_bytes: int) -> int:
+    """The smallest of these sizes that is enough."""
+    return next(size for size in sizes_of(unit_bytes) if size >= num_units)
+
+
+def calls_for(num_units: int, unit_bytes: int) -> Iterator[slice]:
+    """Units, call by call: none is padded to more than twice what it has, unless that is less than the smallest size."""
+    first, sizes = 0, sizes_of(unit_bytes)
+    while first < num_units:
+        left = num_units - first
+        size = next((size for size in reversed(sizes) if left >= size or (left > size // 2)), sizes[0])
+        yield slice(first, first + min(size, left))
+        first += size
+
+
+def unit_for(offset: Column, length: Column, units: tuple[int, ...]) -> int:
+    """The largest unit of which all rows consist. Raises TransportError if none is."""
+    for unit in units:
+        if not ((offset | length) % unit if unit & (unit - 1) == 0 else (offset % unit) + (length % unit)).any():
+            return unit
+    raise TransportError(
+        "an array of JAX cannot be cut into these rows",
+        found=f"{int(length[0])} bytes at offset {int(offset[0])}",
+        expected=f"multiples of {units[-1]} bytes",
+        hint="does the other engine divide an axis that this one keeps whole?",
+    )
+
+
+def numbered(offset: Column, length: Column, unit: int) -> tuple[Offsets, Offsets, Offsets]:
+    """The units of rows, one by one: the number of each, its row, and which of that row it is."""
+    counts = (length // unit).astype(np.int64)
+    row = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return (offset // unit).astype(np.int64)[row] + place, row, place

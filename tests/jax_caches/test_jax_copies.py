@@ -1,0 +1,305 @@
+"""Rows in and out of arrays of JAX: every bit, nothing beside them, no second array, and no compiler in service."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax_engine import JaxEngine
+
+from kvferry.errors import ConfigurationError, TransportError
+from kvferry.jax_caches import FIRST_ADDRESS, JaxCaches
+from kvferry.layout import EngineShape, attention, describe
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.tiles import plain
+from kvferry.staging.jax_arrays import programs
+from kvferry.staging.jax_arrays.programs import is_widened
+from kvferry.staging.jax_arrays.units import calls_for, sizes_of, unit_for, units_of
+from kvferry.staging.mover import Moved, Mover
+from kvferry.transport.base import Memory
+
+DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8]
+NUM_BLOCKS, BLOCK_TOKENS, NUM_HEADS, HEAD_DIM = 24, 4, 2, 8
+DEADLINE_S = 60.0
+
+
+def model_of(dtype, num_layers=2):
+    return attention(num_layers, NUM_HEADS, HEAD_DIM, np.dtype(dtype).name, np.dtype(dtype).itemsize)
+
+
+def shape_of(tensor_parallel=1, format="token-major", num_blocks=NUM_BLOCKS):
+    return EngineShape(tensor_parallel, 1, BLOCK_TOKENS, num_blocks, format=format)
+
+
+class Side:
+    """One rank's mover, and memory of the host beside it."""
+
+    def __init__(self, caches: JaxCaches, rank: int = 0, num_bytes: int = 1 << 20) -> None:
+        self.host = np.zeros(num_bytes, np.uint8)
+        self.ended = threading.Event()
+        near = [Memory(self.host.ctypes.data, num_bytes, -1)]
+        self.mover: Mover = caches.cache(rank).mover(near, self.ended.set)
+
+    @property
+    def address(self) -> int:
+        return self.host.ctypes.data
+
+    def move(self, source, target, length) -> str:
+        """Rows of absolute addresses; returns the error."""
+        columns = (np.array(each, np.uint64) for each in (source, target, length))
+        self.mover.start("key", plain(Copies(*columns, pieces=len(length))))
+        assert self.ended.wait(DEADLINE_S)
+        self.ended.clear()
+        (moved,) = self.mover.poll()
+        assert isinstance(moved, Moved)
+        return moved.error
+
+
+@pytest.fixture
+def side() -> Iterator:
+    made = []
+
+    def make(*what) -> Side:
+        made.append(Side(*what))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.mover.close()
+
+
+def random_rows(dice, layout, unit, count):
+    """Disjoint rows in the regions of a layout, and where each lies in the host, one after another."""
+    places = []
+    for region in layout.regions:
+        first = int(dice.integers(0, 3))
+        while first < region.size_bytes // unit - 4:
+            length = int(dice.integers(1, 4))
+            places.append((region.address + first * unit, length * unit))
+            first += length + int(dice.integers(0, 5))
+    chosen = [places[at] for at in dice.permutation(len(places))[:count]]
+    inside, length = (np.array(each, np.uint64) for each in zip(*chosen, strict=True))
+    return inside, np.cumsum(length) - length, length
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("format", ["token-major", "head-major"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_bit_of_any_rows_moves_and_no_other(side, dtype, format, rank):
+    engine = JaxEngine(model_of(dtype), shape_of(2, format), dtype)
+    num_compiled = engine.caches.num_compiled
+    dice = np.random.default_rng(7)
+    for picture in engine.pictures:
+        for buffer in picture.buffers.values():
+            buffer[:] = dice.integers(0, 256, len(buffer))
+    engine.upload()
+    one, layout = side(engine.caches, rank), engine.layouts[rank]
+    block, smallest = units_of(layout, 0)
+    for unit, count in ((block, 3), (smallest, 40), (smallest, 1)):
+        inside, outside, length = random_rows(dice, layout, unit, count)
+        total = int(length.sum())
+        assert one.move(inside, one.address + outside, length) == ""
+        for at, to, size in zip(inside.tolist(), outside.tolist(), length.tolist(), strict=True):
+            assert (one.host[to : to + size] == engine.pictures[rank].at(at, size)).all()
+
+        expected = {region: buffer.copy() for region, buffer in engine.pictures[rank].buffers.items()}
+        other = {region: buffer.copy() for region, buffer in engine.pictures[1 - rank].buffers.items()}
+        one.host[:total] = dice.integers(0, 256, total)
+        assert one.move(one.address + outside, inside, length) == ""
+        engine.download()
+        for at, to, size in zip(inside.tolist(), outside.tolist(), length.tolist(), strict=True):
+            start = next(start for start, buffer in expected.items() if start <= at < start + len(buffer))
+            expected[start][at - start : at - start + size] = one.host[to : to + size]
+        assert all((buffer == expected[start]).all() for start, buffer in engine.pictures[rank].buffers.items())
+        assert all((buffer == other[start]).all() for start, buffer in engine.pictures[1 - rank].buffers.items())
+    assert engine.caches.num_compiled == num_compiled, "nothing is compiled in service"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+def test_a_put_is_in_place(monkeypatch, dtype):
+    """XLA's own account of each program: the array is donated, and beside it there is room for units, or, where the
+    platform can only move integers, for one array more."""
+    made = {}
+    compiled = programs._compiled
+
+    def noted(wanted):
+        made[wanted] = compiled(wanted)
+        return made[wanted]
+
+    monkeypatch.setattr(programs, "_compiled", noted)
+    engine = JaxEngine(model_of(dtype, num_layers=1), shape_of(num_blocks=512), dtype)
+    piece_bytes = engine.layouts[0].regions[0].size_bytes
+    for wanted, program in made.items():
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes == (piece_bytes if wanted.puts else 0)
+        units = 4 * wanted.num_units * wanted.unit_bytes + 4096
+        array = piece_bytes if wanted.puts and is_widened(np.dtype(dtype), "cpu") else 0
+        assert memory.temp_size_in_bytes <= units + array
+
+
+def test_what_is_put_lies_where_it_was(side):
+    engine = JaxEngine(model_of(jnp.float32), shape_of(), jnp.float32)
+    region = engine.layouts[0].regions[1]
+    with engine.caches.turn() as turn:
+        before = [array.unsafe_buffer_pointer() for array in turn.arrays]
+        old = turn.arrays
+    one = side(engine.caches)
+    unit = units_of(engine.layouts[0], 1)[0]
+    assert one.move([one.address], [region.address], [unit]) == ""
+    with engine.caches.turn() as turn:
+        assert [array.unsafe_buffer_pointer() for array in turn.arrays] == before
+    assert [array.is_deleted() for array in old] == [False, True, False, False]
+
+
+def test_more_units_than_one_program_takes(side):
+    engine = JaxEngine(model_of(jnp.int8, 1), shape_of(num_blocks=5000), jnp.int8)
+    region, unit = engine.layouts[0].regions[0], units_of(engine.layouts[0], 0)[-1]
+    num_units = sizes_of(unit)[-1] + 7
+    assert num_units * unit < region.size_bytes
+    one = side(engine.caches)
+    one.host[: num_units * unit] = np.arange(num_units * unit) % 251
+    assert one.move([one.address], [region.address + unit], [num_units * unit]) == ""
+    engine.download()
+    assert (engine.pictures[0].at(region.address + unit, num_units * unit) == one.host[: num_units * unit]).all()
+
+
+def test_steps_of_the_engine_go_on_between_copies(side):
+    """Whoever writes last into a block is whom it belongs to; here each has its own."""
+    engine = JaxEngine(model_of(jnp.float32), shape_of(), jnp.float32)
+    one, layout = side(engine.caches), engine.layouts[0]
+    unit = units_of(layout, 0)[0]
+    for number in range(20):
+        engine.step(2 * number % NUM_BLOCKS, float(number))
+        one.host[: 4 * unit] = number
+        at = [region.address + (2 * number % NUM_BLOCKS + 1) * unit for region in layout.regions]
+        assert one.move(one.address + np.arange(4) * unit, at, [unit] * 4) == ""
+    engine.download()
+    for region in layout.regions:
+        blocks = engine.pictures[0].at(region.address, region.size_bytes).reshape(NUM_BLOCKS, unit)
+        for block in range(NUM_BLOCKS):
+            last = max(number for number in range(20) if 2 * number % NUM_BLOCKS == block // 2 * 2)
+            own = np.full(unit, last, np.uint8) if block % 2 else np.full(unit // 4, last, np.float32).view(np.uint8)
+            assert (blocks[block] == own).all(), block
+
+
+# --- what cannot be ---
+
+
+@pytest.fixture
+def engine() -> JaxEngine:
+    return JaxEngine(model_of(jnp.float32), shape_of(2), jnp.float32)
+
+
+def test_an_array_that_was_donated_and_not_handed_back(engine, side):
+    """That request fails, and the next goes well once the engine has put it right."""
+    one, region = side(engine.caches), engine.layouts[0].regions[0]
+    unit = units_of(engine.layouts[0], 0)[0]
+    with engine.caches.turn() as turn:
+        lost = jax.jit(lambda array: array + 1, donate_argnums=0)(turn.arrays[0])
+    for source, target in ((region.address, one.address), (one.address, region.address)):
+        error = one.move([source], [target], [unit])
+        assert "was donated" in error
+        assert "donate arrays of the cache only inside turn()" in error
+    with engine.caches.turn() as turn:
+        turn.arrays = (lost, *turn.arrays[1:])
+    assert one.move([region.address], [one.address], [unit]) == ""
+
+
+def test_a_step_that_fails_leaves_the_arrays_as_they_were(engine, side):
+    with pytest.raises(ZeroDivisionError), engine.caches.turn():
+        raise ZeroDivisionError
+    one, region = side(engine.caches), engine.layouts[0].regions[0]
+    assert one.move([region.address], [one.address], [units_of(engine.layouts[0], 0)[0]]) == ""
+
+
+def test_other_arrays_are_not_taken_for_the_cache(engine):
+    with pytest.raises(ConfigurationError, match="array 1"), engine.caches.turn() as turn:
+        turn.arrays = (turn.arrays[0], turn.arrays[1][:1], *turn.arrays[2:])
+    with pytest.raises(ConfigurationError, match="3 arrays"), engine.caches.turn() as turn:
+        turn.arrays = turn.arrays[:3]
+    engine.step(0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "what"),
+    [
+        (describe(model_of(jnp.float32), shape_of(1), FIRST_ADDRESS), "mesh"),
+        (describe(model_of(jnp.float32, 3), shape_of(2), FIRST_ADDRESS), "one array for each region"),
+        (describe(model_of(jnp.float32), shape_of(2), 1 << 40), "have no addresses"),
+    ],
+    ids=["another mesh", "more layers", "addresses of the host"],
+)
+def test_layouts_that_do_not_fit(engine, layouts, what):
+    with engine.caches.turn() as turn, pytest.raises(ConfigurationError, match=what):
+        JaxCaches(turn.arrays, layouts)
+
+
+def test_rows_that_nobody_can_copy(engine, side):
+    one, region = side(engine.caches), engine.layouts[0].regions[0]
+    end = region.address + engine.layouts[0].regions[-1].size_bytes * 4
+    assert "multiples of" in one.move([region.address + 1], [one.address], [4])
+    assert "outside the registered memory" in one.move([end + 4096], [one.address], [32])
+    assert "outside the registered memory" in one.move([region.address], [one.address + len(one.host)], [32])
+    assert "both sides" in one.move([region.address], [region.address + 4096], [32])
+    assert "both sides" in one.move([one.address], [one.address + 4096], [32])
+
+
+def test_a_compiler_that_fails_costs_one_copy_only(engine, side, monkeypatch):
+    one, region = side(engine.caches), engine.layouts[0].regions[0]
+    unit = units_of(engine.layouts[0], 0)[0]
+    engine.caches._held.programs._compiled.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(jnp, "take", lambda *_, **__: 1 // 0)
+        assert "cannot be compiled" in one.move([region.address], [one.address], [unit])
+    assert one.move([region.address], [one.address], [unit]) == ""
+
+
+def test_a_device_that_fails_during_a_copy(engine, side, monkeypatch):
+    one, region = side(engine.caches), engine.layouts[0].regions[0]
+    unit = units_of(engine.layouts[0], 0)[0]
+
+    def vanished(*_):
+        raise RuntimeError("INTERNAL: the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "asarray", vanished)
+        error = one.move([region.address], [one.address], [unit])
+    assert "the device is gone" in error
+    assert one.move([region.address], [one.address], [unit]) == ""
+
+
+@pytest.mark.parametrize(
+    ("num_units", "calls"),
+    [(1, [1]), (16, [16]), (40, [40]), (17, [16, 1]), (300, [256, 44]), (700, [700]), (40_000, [16384, 16384, 4096, 3136])],
+)
+def test_calls_of_few_sizes(num_units, calls):
+    found = list(calls_for(num_units, 1))
+    assert [part.stop - part.start for part in found] == calls
+    assert [part.start for part in found] == [sum(calls[:number]) for number in range(len(calls))]
+
+
+def test_the_largest_unit_that_fits_is_taken():
+    columns = [np.array(each, np.uint64) for each in ([64, 128], [64, 192])]
+    assert unit_for(*columns, (64, 16)) == 64
+    assert unit_for(columns[0] + np.uint64(16), columns[1], (64, 16)) == 16
+    with pytest.raises(TransportError, match="multiples of 16 bytes"):
+        unit_for(columns[0] + np.uint64(8), columns[1], (64, 16))
+
+
+@pytest.mark.parametrize(
+    ("format", "units"),
+    [
+        ("token-major", (256, 32)),
+        ("head-major", (256, 32)),
+        ("interleaved", (256, 32)),
+        ("packed", (32,)),
+        ("block-major", (256, 32)),
+    ],
+)
+def test_units_are_a_states_blocks_and_what_nobody_divides(format, units):
+    (layout,) = describe(model_of(jnp.float32), shape_of(1, format), FIRST_ADDRESS)
+    assert units_of(layout, 0) == units
