@@ -66,26 +66,10 @@ def test_what_is_misspelled_would_be_found(rendered, tmp_path):
 
 @pytest.mark.parametrize("name", ["default", "small", "full", "bare"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_kvferry_serve_takes_the_command_line(name, role, rendered, monkeypatch, tmp_path):
-    """All of it is checked as at a start, up to the moment where the engine would be loaded."""
+def test_kvferry_serve_takes_the_command_line(name, role, rendered, served):
     engine = container(pods(rendered(name))[role])
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    token.chmod(0o400)
-    known = {
-        "$(POD_IP)": "127.0.0.1",
-        "$(POD_NAME)": f"ferry-{role}",
-        f"/etc/kvferry/{after(engine['args'], '--token-file').rpartition('/')[2]}": str(token),
-    }
-    words = [*engine["command"][1:], *(known.get(word, word) for word in engine["args"])]
-    given = {}
-    monkeypatch.setattr("kvferry.cli.serve.command.check_engine", lambda *_: None)
-    monkeypatch.setattr("kvferry.cli.models.resolve", lambda model: (model, model))
-    monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: given.update(vllm=options) or 0)
-    monkeypatch.setattr("kvferry.cli.serve.embedded.serve", lambda options, *_: given.update(transformers=options))
-    result = CliRunner().invoke(main.app, words)
-    assert result.exit_code == 0, result.output
-    ((chosen, options),) = given.items()
+    assert after(engine["args"], "--token-file").startswith("/etc/kvferry/")
+    chosen, options = served(engine)
     assert chosen == VALUES[name].get("engine", "vllm")
     assert (options.host, options.port, options.transfer_port) == (
         VALUES[name].get("listenHost", "0.0.0.0"),
