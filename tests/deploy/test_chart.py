@@ -12,6 +12,7 @@ import yaml
 from chart_support import (
     CHART,
     CUSTOM,
+    DIGESTED,
     DOCKERFILE,
     KUBERNETES,
     ROOT,
@@ -159,6 +160,19 @@ def test_a_secret_is_only_in_the_secret_and_a_file(name, rendered):
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
         assert after(container(pod)["args"], "--token-file").startswith("/etc/kvferry/")
         assert all("valueFrom" in each for each in container(pod)["env"] if each["name"].endswith("TOKEN"))
+
+
+@every
+def test_every_object_is_in_the_namespace_of_the_release(name, rendered):
+    """So that `helm template | kubectl apply` puts them where the binding of the role expects them."""
+    assert {document["metadata"]["namespace"] for document in rendered(name)} == {"inference"}
+
+
+def test_images_may_be_named_by_their_digest(rendered):
+    for role, pod in pods(rendered("strict")).items():
+        name = "router" if role == "router" else "vllm"
+        tag = f"{version()}@{DIGESTED['digest']}"
+        assert container(pod)["image"] == f"registry.example.com/kvferry-{name}:{tag}"
 
 
 @every

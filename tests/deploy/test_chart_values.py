@@ -199,6 +199,10 @@ REFUSED = {
         "kvferry.io/role",
         "other labels",
     ),
+    "a label with a space": ({**MODEL, "prefill": {"podLabels": {"team": "a b"}}}, 'team: "a b"', "63 letters"),
+    "a key with two domains": ({**MODEL, "router": {"nodeSelector": {"a/b/c": "d"}}}, '"a/b/c"', "63 letters"),
+    "a long label": ({**MODEL, "podMonitor": {"labels": {"release": "p" * 64}}}, "p" * 64, "63 letters"),
+    "a name in capitals": ({**MODEL, "fullnameOverride": "Ferry_X"}, "Ferry_X", "a letter first"),
     "two strategies": ({**MODEL, "decode": {"strategy": {"type": "Recreate"}}}, "Recreate", "rollingUpdate null"),
     "no way to replace": (
         {**MODEL, "decode": {"strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 0}}}},
@@ -243,6 +247,7 @@ def test_every_check_of_the_chart_is_tried():
         ({"prefill": {"autoscaling": {"minReplicas": 0}}}, "minReplicas"),
         ({"router": {"podDisruptionBudget": {"maxUnavailable": 0}}}, "maxUnavailable"),
         ({"listenHost": "127.0.0.1"}, "listenHost"),
+        ({"engines": {"image": {"digest": "latest"}}}, "digest"),
     ],
     ids=str,
 )

@@ -24,6 +24,20 @@
 {{- end -}}
 {{- end -}}
 
+{{/* place, labels: what the API server would refuse, or what would select nothing */}}
+{{- define "kvferry.checkLabels" -}}
+{{- $name := "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?" -}}
+{{- $place := .place -}}
+{{- range $label, $value := .labels -}}
+{{- if not (regexMatch (printf "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?%s$" $name) $label) -}}
+{{- include "kvferry.refuse" (dict "what" (printf "no key of a label in %s" $place) "found" (printf "%q" $label) "expected" "at most 63 letters, digits, -, _ and . behind a domain and / or alone") -}}
+{{- end -}}
+{{- if not (regexMatch (printf "^(%s)?$" $name) $value) -}}
+{{- include "kvferry.refuse" (dict "what" (printf "no value of a label in %s" $place) "found" (printf "%s: %q" $label $value) "expected" "at most 63 letters, digits, -, _ and .") -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* root, place, values, fewest: what engines and routers have in common */}}
 {{- define "kvferry.checkComponent" -}}
 {{- $values := .values -}}
@@ -53,6 +67,8 @@
 {{- include "kvferry.refuse" (dict "what" "a label that the chart sets" "found" $label "expected" "other labels in podLabels") -}}
 {{- end -}}
 {{- end -}}
+{{- include "kvferry.checkLabels" (dict "place" (printf "%s.podLabels" .place) "labels" $values.podLabels) -}}
+{{- include "kvferry.checkLabels" (dict "place" (printf "%s.nodeSelector" .place) "labels" $values.nodeSelector) -}}
 {{- include "kvferry.checkEnvironment" (dict "place" (printf "%s.env" .place) "env" $values.env) -}}
 {{- end -}}
 
@@ -75,6 +91,14 @@
 {{- if not (has .Values.engine $engines) -}}
 {{- include "kvferry.refuse" (dict "what" "unknown engine" "found" .Values.engine "expected" (join " or " $engines)) -}}
 {{- end -}}
+{{- $fullname := include "kvferry.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $fullname) -}}
+{{- include "kvferry.refuse" (dict "what" "objects could not have this name, which the release or fullnameOverride gives them" "found" $fullname "expected" "lower case letters, digits and -, a letter first") -}}
+{{- end -}}
+{{- include "kvferry.checkLabels" (dict "place" "nameOverride" "labels" (dict "app.kubernetes.io/name" (include "kvferry.name" .))) -}}
+{{- include "kvferry.checkLabels" (dict "place" "networkPolicy.metricsNamespaceLabels" "labels" .Values.networkPolicy.metricsNamespaceLabels) -}}
+{{- include "kvferry.checkLabels" (dict "place" "podMonitor.labels" "labels" .Values.podMonitor.labels) -}}
+{{- include "kvferry.checkLabels" (dict "place" "grafanaDashboard.labels" "labels" .Values.grafanaDashboard.labels) -}}
 {{- $transports := list "auto" "nixl" "tcp" -}}
 {{- if not (has .Values.transport $transports) -}}
 {{- include "kvferry.refuse" (dict "what" "no transport between pods" "found" .Values.transport "expected" (join " or " $transports)) -}}
