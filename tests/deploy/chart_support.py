@@ -83,15 +83,18 @@ STRICT = {
     "decode": LIMITED,
     "router": {**LIMITED, "image": DIGESTED},
 }
-VALUES = {"default": MODEL, "small": SMALL, "full": FULL, "bare": BARE, "strict": STRICT}
+SGLANG = {**MODEL, "engine": "sglang", "prefill": {"engineArgs": ["--tp", "2"]}}
+VALUES = {"default": MODEL, "sglang": SGLANG, "small": SMALL, "full": FULL, "bare": BARE, "strict": STRICT}
 
+# Their seconds become minutes where other work has the cores.
+TOOL_S = 240
 needs_tools = pytest.mark.skipif(bool(MISSING), reason=f"the extra chart is not installed: {', '.join(MISSING)}")
 needs_checkov = pytest.mark.skipif(TOOLS["checkov"] is None, reason="checkov is not installed: see make test-chart")
 
 
 def run(tool, *arguments, text=None, **more):
     words = [TOOLS[tool], *map(str, arguments)]
-    return subprocess.run(words, input=text, capture_output=True, text=True, check=False, timeout=60, **more)
+    return subprocess.run(words, input=text, capture_output=True, text=True, check=False, timeout=TOOL_S, **more)
 
 
 def helm(command, values, *arguments):

@@ -35,6 +35,7 @@ def served(monkeypatch, tmp_path):
     monkeypatch.setattr("kvferry.cli.serve.command.check_engine", lambda *_: None)
     monkeypatch.setattr("kvferry.cli.models.resolve", lambda model: (model, model))
     monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: given.update(vllm=options) or 0)
+    monkeypatch.setattr("kvferry.cli.serve.sglang.serve_sglang", lambda options: given.update(sglang=options) or 0)
     monkeypatch.setattr("kvferry.cli.serve.embedded.serve", lambda options, *_: given.update(transformers=options))
 
     def served(container):

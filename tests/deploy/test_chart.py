@@ -65,18 +65,20 @@ def test_what_is_misspelled_would_be_found(rendered, tmp_path):
     assert "replica" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["default", "small", "full", "bare"])
+@every
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_kvferry_serve_takes_the_command_line(name, role, rendered, served):
     engine = container(pods(rendered(name))[role])
     assert after(engine["args"], "--token-file").startswith("/etc/kvferry/")
     chosen, options = served(engine)
     assert chosen == VALUES[name].get("engine", "vllm")
-    assert (options.host, options.port, options.transfer_port) == (
-        VALUES[name].get("listenHost", "0.0.0.0"),
-        8000,
-        5600,
-    )
+    # Nobody asks a decode server of SGLang for a cache, and only SGLang's have one role.
+    transfer_port = 0 if (chosen, role) == ("sglang", "decode") else 5600
+    roles = [role] if chosen == "sglang" else []
+    listens = (VALUES[name].get("listenHost", "0.0.0.0"), 8000, transfer_port)
+    assert (options.host, options.port, options.transfer_port, options.join.role) == (*listens, roles)
+    ports = {port["name"]: port["containerPort"] for port in engine["ports"]}
+    assert ports == {"http": 8000, **({"control": transfer_port} if transfer_port else {})}
     assert options.drain_timeout == float(after(engine["args"], "--drain-timeout"))
     assert list(options.arguments) == VALUES[name].get(role, {}).get("engineArgs", [])
 
@@ -246,10 +248,12 @@ def test_network_policies_name_ports_and_pods_that_exist(name, rendered):
     assert len(metrics) == (name == "full")
 
 
-def test_probes_ask_what_engines_and_routers_serve(rendered):
-    for pod in pods(rendered("default")).values():
+@pytest.mark.parametrize("name", ["default", "sglang"])
+def test_probes_ask_what_engines_and_routers_serve(name, rendered):
+    for component, pod in pods(rendered(name)).items():
+        ready = "/health" if name == "sglang" and component != "router" else "/ready"
         asked = {probe: container(pod)[f"{probe}Probe"]["httpGet"] for probe in ("startup", "liveness", "readiness")}
-        assert [asked[each]["path"] for each in asked] == ["/health", "/health", "/ready"]
+        assert [asked[each]["path"] for each in asked] == ["/health", "/health", ready]
         assert {each["port"] for each in asked.values()} == {"http"}
 
 

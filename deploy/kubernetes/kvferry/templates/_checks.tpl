@@ -87,7 +87,7 @@
 {{- end -}}
 
 {{- define "kvferry.checkEngines" -}}
-{{- $engines := list "vllm" "transformers" -}}
+{{- $engines := list "vllm" "sglang" "transformers" -}}
 {{- if not (has .Values.engine $engines) -}}
 {{- include "kvferry.refuse" (dict "what" "unknown engine" "found" .Values.engine "expected" (join " or " $engines)) -}}
 {{- end -}}
@@ -117,11 +117,12 @@
 {{- include "kvferry.refuse" (dict "what" "two ports of an engine are one" "found" (printf "httpPort and transferPort %v" .Values.engines.httpPort) "expected" "two ports") -}}
 {{- end -}}
 {{- $ours := list "--" "--host" "--port" "--token-file" "--transfer-host" "--transfer-port" "--engine" "--engine-id" "--model" "--served-name" "--transport" "--drain-timeout" "--start-timeout" "--register" "--role" "--advertise-url" "--api-key" -}}
+{{- $theirs := list "--api-key" "--host" "--port" "--kv-transfer-config" "--shutdown-timeout" "--disaggregation-mode" "--disaggregation-transfer-backend" "--disaggregation-bootstrap-port" "--disaggregation-ib-device" -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $values := index $.Values $role -}}
 {{- include "kvferry.checkArguments" (dict "place" (printf "%s.extraArgs" $role) "arguments" $values.extraArgs "taken" $ours) -}}
-{{- include "kvferry.checkArguments" (dict "place" (printf "%s.engineArgs" $role) "arguments" $values.engineArgs "taken" (list "--api-key" "--host" "--port" "--kv-transfer-config" "--shutdown-timeout")) -}}
-{{- if and $values.engineArgs (ne $.Values.engine "vllm") -}}
+{{- include "kvferry.checkArguments" (dict "place" (printf "%s.engineArgs" $role) "arguments" $values.engineArgs "taken" $theirs) -}}
+{{- if and $values.engineArgs (eq $.Values.engine "transformers") -}}
 {{- include "kvferry.refuse" (dict "what" "engineArgs are for another engine's server" "found" (printf "%s.engineArgs with engine %s" $role $.Values.engine) "expected" (printf "%s.extraArgs" $role)) -}}
 {{- end -}}
 {{- end -}}
@@ -143,7 +144,8 @@
 {{- include "kvferry.checkEngines" . -}}
 {{- include "kvferry.checkToken" . -}}
 {{- include "kvferry.checkRouter" . -}}
-{{- include "kvferry.checkComponent" (dict "root" . "place" "prefill" "component" "prefill" "values" .Values.prefill "fewest" 0) -}}
+{{- /* A decode server of SGLang computes no prompt. */ -}}
+{{- include "kvferry.checkComponent" (dict "root" . "place" "prefill" "component" "prefill" "values" .Values.prefill "fewest" (ternary 1 0 (eq .Values.engine "sglang"))) -}}
 {{- include "kvferry.checkComponent" (dict "root" . "place" "decode" "component" "decode" "values" .Values.decode "fewest" 1) -}}
 {{- include "kvferry.checkComponent" (dict "root" . "place" "router" "component" "router" "values" .Values.router "fewest" 1) -}}
 {{- end -}}
