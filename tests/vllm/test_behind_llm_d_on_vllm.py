@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,9 @@ from servers import PLAIN, Pair
 FREE_S = 60.0
 MESSAGES = [{"role": "user", "content": "What does the ferry carry across the river at night?"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RECOMPUTE = replace(PLAIN, failure_policy="recompute")
+# The two prompts race: the cache is being read, or has been and is freed, or the wrong one of them is first.
+REASONS = ("wrong_prompt", "already_claimed", "expired")
 NOBODY = {PREFILL_HEADER: "127.0.0.1:1"}
 one_pair = pytest.mark.parametrize("spec", [PLAIN], ids=str)
 
@@ -117,6 +121,20 @@ def test_several_answers_to_one_prompt(sidecar, pair, spec):
     answer = answer_of(sidecar, question, **more)
     assert loaded_tokens(pair.decode) - before == 699
     assert tokens_of(answer) == tokens_of(post_body(pair.prefill, question, body_of(alone(question), **more)))
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.parametrize("spec", [PLAIN, pytest.param(RECOMPUTE, marks=pytest.mark.full)], ids=str)
+def test_several_prompts_are_refused_or_computed_as_the_policy_says(sidecar, pair, spec):
+    """The prefill server answers with the reference to one of them, and the sidecar names it for all."""
+    questions = prompts_of((300, 400), seed=73)
+    body = body_of(questions[0], prompt=[list(question.prompt) for question in questions])
+    status, _, text = sent(sidecar, body)
+    if spec.failure_policy == "fail":
+        assert (status, json.loads(text)["error"]["code"] in REASONS) == (502, True), text
+    else:
+        expected = [token for question in questions for token in ask(pair.decode, alone(question)).tokens]
+        assert (status, list(tokens_of(json.loads(text)))) == (200, expected)
     wait_until_free(pair.servers, FREE_S)
 
 
