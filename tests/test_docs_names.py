@@ -17,7 +17,7 @@ NOT_PYTHON = {
     "kvferry.decode",
     "kvferry.outcome",
 }
-# Options of vLLM, SGLang, pip, pytest, Helm and Docker that are named on other pages than vLLM's.
+# Options of vLLM, SGLang, llm-d, pip, pytest, Helm and Docker that are named on other pages than vLLM's.
 OF_OTHERS = {
     *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--kv-transfer-config", "--max-num-batched-tokens"),
     *(
@@ -28,6 +28,7 @@ OF_OTHERS = {
         "--disaggregation-transfer-backend",
         "--mem-fraction-static",
         "--disable-log-stats",
+        "--prefill-max-retries",
         "--save-result",
         "--help",
         "--include_path",

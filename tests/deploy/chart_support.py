@@ -15,10 +15,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/kubernetes/kvferry"
 DOCKERFILE = ROOT / "deploy/container/Dockerfile"
-# `make test-chart` installs them beside Python.
-PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-TOOLS = {name: shutil.which(name, path=PATH) for name in ("helm", "kubernetes-validate", "hadolint")}
-MISSING = [name for name, path in TOOLS.items() if path is None]
+# `make test-chart` installs them beside Python, and checkov, which pins what it needs, in an environment of its own.
+PATH = os.pathsep.join((str(Path(sys.executable).parent), str(ROOT / ".venv-checkov/bin"), os.environ.get("PATH", "")))
+TOOLS = {name: shutil.which(name, path=PATH) for name in ("helm", "kubernetes-validate", "hadolint", "checkov")}
+MISSING = [name for name, path in TOOLS.items() if path is None and name != "checkov"]
 # The oldest and the newest one: of the chart, and of the schemas.
 KUBERNETES = ("1.30", "1.37")
 # What the Prometheus operator brings has no schema there.
@@ -73,14 +73,28 @@ BARE = {
     "decode": {"replicas": 3, "strategy": {"type": "Recreate", "rollingUpdate": None}},
     "router": {"replicas": 1, "podDisruptionBudget": {"maxUnavailable": "50%"}},
 }
-VALUES = {"default": MODEL, "small": SMALL, "full": FULL, "bare": BARE}
+LIMITED = {"resources": {"limits": {"cpu": 8, "memory": "64Gi"}}}
+DIGESTED = {"digest": f"sha256:{'5a' * 32}"}
+STRICT = {
+    **MODEL,
+    "image": {"registry": "registry.example.com", "pullPolicy": "Always"},
+    "engines": {"image": DIGESTED},
+    "prefill": LIMITED,
+    "decode": LIMITED,
+    "router": {**LIMITED, "image": DIGESTED},
+}
+SGLANG = {**MODEL, "engine": "sglang", "prefill": {"engineArgs": ["--tp", "2"]}}
+VALUES = {"default": MODEL, "sglang": SGLANG, "small": SMALL, "full": FULL, "bare": BARE, "strict": STRICT}
 
+# Their seconds become minutes where other work has the cores.
+TOOL_S = 240
 needs_tools = pytest.mark.skipif(bool(MISSING), reason=f"the extra chart is not installed: {', '.join(MISSING)}")
+needs_checkov = pytest.mark.skipif(TOOLS["checkov"] is None, reason="checkov is not installed: see make test-chart")
 
 
 def run(tool, *arguments, text=None, **more):
     words = [TOOLS[tool], *map(str, arguments)]
-    return subprocess.run(words, input=text, capture_output=True, text=True, check=False, timeout=60, **more)
+    return subprocess.run(words, input=text, capture_output=True, text=True, check=False, timeout=TOOL_S, **more)
 
 
 def helm(command, values, *arguments):

@@ -1,8 +1,13 @@
-"""Charts that were rendered."""
+"""Charts that were rendered, and what `kvferry serve` makes of a container."""
+
+import re
 
 import pytest
 import yaml
-from chart_support import VALUES, helm
+from chart_support import TOKEN, VALUES, helm
+from typer.testing import CliRunner
+
+from kvferry.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +23,32 @@ def rendered():
         return made[name]
 
     return rendered
+
+
+@pytest.fixture
+def served(monkeypatch, tmp_path):
+    """The engine and the options that `kvferry serve` reads from a container's command line.
+
+    All of it is checked as at a start, up to the moment where the engine would be loaded.
+    """
+    given = {}
+    monkeypatch.setattr("kvferry.cli.serve.command.check_engine", lambda *_: None)
+    monkeypatch.setattr("kvferry.cli.models.resolve", lambda model: (model, model))
+    monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: given.update(vllm=options) or 0)
+    monkeypatch.setattr("kvferry.cli.serve.sglang.serve_sglang", lambda options: given.update(sglang=options) or 0)
+    monkeypatch.setattr("kvferry.cli.serve.embedded.serve", lambda options, *_: given.update(transformers=options))
+
+    def served(container):
+        token = tmp_path / "token"
+        token.write_text(TOKEN)
+        token.chmod(0o400)
+        words = " ".join([*container["command"][1:], *container["args"]])
+        known = {r"\$\(POD_IP\)": "127.0.0.1", r"\$\(POD_NAME\)": "ferry-0", r"/etc/kvferry/[\w.-]+": str(token)}
+        for pattern, value in known.items():
+            words = re.sub(pattern, value, words)
+        result = CliRunner().invoke(main.app, words.split())
+        assert result.exit_code == 0, result.output
+        ((engine, options),) = given.items()
+        return engine, options
+
+    return served

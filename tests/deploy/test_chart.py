@@ -12,6 +12,7 @@ import yaml
 from chart_support import (
     CHART,
     CUSTOM,
+    DIGESTED,
     DOCKERFILE,
     KUBERNETES,
     ROOT,
@@ -64,34 +65,20 @@ def test_what_is_misspelled_would_be_found(rendered, tmp_path):
     assert "replica" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["default", "small", "full", "bare"])
+@every
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_kvferry_serve_takes_the_command_line(name, role, rendered, monkeypatch, tmp_path):
-    """All of it is checked as at a start, up to the moment where the engine would be loaded."""
+def test_kvferry_serve_takes_the_command_line(name, role, rendered, served):
     engine = container(pods(rendered(name))[role])
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    token.chmod(0o400)
-    known = {
-        "$(POD_IP)": "127.0.0.1",
-        "$(POD_NAME)": f"ferry-{role}",
-        f"/etc/kvferry/{after(engine['args'], '--token-file').rpartition('/')[2]}": str(token),
-    }
-    words = [*engine["command"][1:], *(known.get(word, word) for word in engine["args"])]
-    given = {}
-    monkeypatch.setattr("kvferry.cli.serve.command.check_engine", lambda *_: None)
-    monkeypatch.setattr("kvferry.cli.models.resolve", lambda model: (model, model))
-    monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: given.update(vllm=options) or 0)
-    monkeypatch.setattr("kvferry.cli.serve.embedded.serve", lambda options, *_: given.update(transformers=options))
-    result = CliRunner().invoke(main.app, words)
-    assert result.exit_code == 0, result.output
-    ((chosen, options),) = given.items()
+    assert after(engine["args"], "--token-file").startswith("/etc/kvferry/")
+    chosen, options = served(engine)
     assert chosen == VALUES[name].get("engine", "vllm")
-    assert (options.host, options.port, options.transfer_port) == (
-        VALUES[name].get("listenHost", "0.0.0.0"),
-        8000,
-        5600,
-    )
+    # Nobody asks a decode server of SGLang for a cache, and only SGLang's have one role.
+    transfer_port = 0 if (chosen, role) == ("sglang", "decode") else 5600
+    roles = [role] if chosen == "sglang" else []
+    listens = (VALUES[name].get("listenHost", "0.0.0.0"), 8000, transfer_port)
+    assert (options.host, options.port, options.transfer_port, options.join.role) == (*listens, roles)
+    ports = {port["name"]: port["containerPort"] for port in engine["ports"]}
+    assert ports == {"http": 8000, **({"control": transfer_port} if transfer_port else {})}
     assert options.drain_timeout == float(after(engine["args"], "--drain-timeout"))
     assert list(options.arguments) == VALUES[name].get(role, {}).get("engineArgs", [])
 
@@ -178,6 +165,19 @@ def test_a_secret_is_only_in_the_secret_and_a_file(name, rendered):
 
 
 @every
+def test_every_object_is_in_the_namespace_of_the_release(name, rendered):
+    """So that `helm template | kubectl apply` puts them where the binding of the role expects them."""
+    assert {document["metadata"]["namespace"] for document in rendered(name)} == {"inference"}
+
+
+def test_images_may_be_named_by_their_digest(rendered):
+    for role, pod in pods(rendered("strict")).items():
+        name = "router" if role == "router" else "vllm"
+        tag = f"{version()}@{DIGESTED['digest']}"
+        assert container(pod)["image"] == f"registry.example.com/kvferry-{name}:{tag}"
+
+
+@every
 def test_pods_have_no_more_rights_than_they_need(name, rendered):
     for role, pod in pods(rendered(name)).items():
         rdma = name == "full" and role != "router"
@@ -248,10 +248,12 @@ def test_network_policies_name_ports_and_pods_that_exist(name, rendered):
     assert len(metrics) == (name == "full")
 
 
-def test_probes_ask_what_engines_and_routers_serve(rendered):
-    for pod in pods(rendered("default")).values():
+@pytest.mark.parametrize("name", ["default", "sglang"])
+def test_probes_ask_what_engines_and_routers_serve(name, rendered):
+    for component, pod in pods(rendered(name)).items():
+        ready = "/health" if name == "sglang" and component != "router" else "/ready"
         asked = {probe: container(pod)[f"{probe}Probe"]["httpGet"] for probe in ("startup", "liveness", "readiness")}
-        assert [asked[each]["path"] for each in asked] == ["/health", "/health", "/ready"]
+        assert [asked[each]["path"] for each in asked] == ["/health", "/health", ready]
         assert {each["port"] for each in asked.values()} == {"http"}
 
 

@@ -13,7 +13,7 @@ from threading import Thread
 
 import pytest
 import yaml
-from chart_support import CHART, FULL, MODEL, ROOT, SCALED, SMALL, TOKEN, helm, needs_tools, run
+from chart_support import CHART, FULL, MODEL, ROOT, SCALED, SGLANG, SMALL, TOKEN, helm, needs_tools, run
 from docs_pages import calls_of
 
 from kvferry.agent.control.shared_token import MAX_TOKEN_BYTES, MIN_DIFFERENT_BYTES, MIN_TOKEN_BYTES
@@ -37,16 +37,26 @@ def test_the_schema_has_the_values_and_no_others():
     compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema, [])
 
 
-def test_the_notes_are_of_this_release(tmp_path):
+def notes_of(values, folder):
     """Helm shows notes only when it installs, so this copy of the chart has them in an object."""
-    chart = shutil.copytree(CHART, tmp_path / "chart")
+    chart = shutil.copytree(CHART, folder / "chart")
     notes = (chart / "templates/NOTES.txt").read_text()
     shown = 'kind: Notes\nnotes: {{ include "notes" . | quote }}\n'
     (chart / "templates/notes.yaml").write_text(f'{{{{- define "notes" -}}}}\n{notes}\n{{{{- end -}}}}\n{shown}')
     arguments = ("--namespace", "inference", "--show-only", "templates/notes.yaml", "--values", "-")
-    done = run("helm", "template", "ferry", chart, *arguments, text=json.dumps(FULL))
+    done = run("helm", "template", "ferry", chart, *arguments, text=json.dumps(values))
     assert done.returncode == 0, done.stderr
-    shown = yaml.safe_load(done.stdout)["notes"]
+    return yaml.safe_load(done.stdout)["notes"]
+
+
+@pytest.mark.parametrize(("values", "is_told"), [(MODEL, True), (SGLANG, False)], ids=["vllm", "sglang"])
+def test_the_notes_name_headers_that_an_answer_has(values, is_told, tmp_path):
+    shown = notes_of(values, tmp_path)
+    assert ("x-kvferry-path" in shown, "x-kvferry-cache" in shown) == (True, is_told)
+
+
+def test_the_notes_are_of_this_release(tmp_path):
+    shown = notes_of(FULL, tmp_path)
     assert "--namespace inference rollout status deployment/ferry-kvferry-router" in shown
     assert "8000:443" in shown
     assert json.loads(re.search(r"-d '(.*)'", shown)[1])["model"] == "llama"
@@ -148,8 +158,17 @@ def scaling(**values):
 
 REFUSED = {
     "no model": ({}, "model is empty", "Hugging Face"),
-    "an engine that is none": ({**MODEL, "engine": "abacus"}, "abacus", "vllm or transformers"),
-    "SGLang": ({**MODEL, "engine": "sglang"}, "sglang", "vllm or transformers"),
+    "an engine that is none": ({**MODEL, "engine": "abacus"}, "abacus", "vllm or sglang or transformers"),
+    "SGLang without prefill": (
+        {**MODEL, "engine": "sglang", "prefill": {"replicas": 0}},
+        "prefill.replicas 0",
+        "at least 1",
+    ),
+    "what SGLang is told by kvferry": (
+        {**MODEL, "engine": "sglang", "decode": {"engineArgs": ["--disaggregation-mode=null"]}},
+        "--disaggregation-mode",
+        "none of",
+    ),
     "a transport inside one pod": ({**MODEL, "transport": "cma"}, "cma", "auto or nixl or tcp"),
     "a folder that is not mounted": ({"model": "/models/llama"}, "/models/llama", "models.existingClaim"),
     "no decode engine": ({**MODEL, "decode": {"replicas": 0}}, "decode.replicas 0", "at least 1"),
@@ -199,6 +218,10 @@ REFUSED = {
         "kvferry.io/role",
         "other labels",
     ),
+    "a label with a space": ({**MODEL, "prefill": {"podLabels": {"team": "a b"}}}, 'team: "a b"', "63 letters"),
+    "a key with two domains": ({**MODEL, "router": {"nodeSelector": {"a/b/c": "d"}}}, '"a/b/c"', "63 letters"),
+    "a long label": ({**MODEL, "podMonitor": {"labels": {"release": "p" * 64}}}, "p" * 64, "63 letters"),
+    "a name in capitals": ({**MODEL, "fullnameOverride": "Ferry_X"}, "Ferry_X", "a letter first"),
     "two strategies": ({**MODEL, "decode": {"strategy": {"type": "Recreate"}}}, "Recreate", "rollingUpdate null"),
     "no way to replace": (
         {**MODEL, "decode": {"strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 0}}}},
@@ -243,6 +266,7 @@ def test_every_check_of_the_chart_is_tried():
         ({"prefill": {"autoscaling": {"minReplicas": 0}}}, "minReplicas"),
         ({"router": {"podDisruptionBudget": {"maxUnavailable": 0}}}, "maxUnavailable"),
         ({"listenHost": "127.0.0.1"}, "listenHost"),
+        ({"engines": {"image": {"digest": "latest"}}}, "digest"),
     ],
     ids=str,
 )

@@ -1,44 +1,27 @@
 """Two servers whose caches kvferry moves behind a stand-in for llm-d's routing sidecar: the whole model's answers.
 
-The stand-in, `llm_d_sidecar`, says which file and commit it follows.
+The stand-in, `llm_d`, says which file and commit it follows.
 """
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import llm_d_sidecar
 import pytest
 from asking import alone, prompts_of
-from engine_server import EngineServer
+from llm_d.running import RunningSidecar
+from llm_d.sglang import BOOTSTRAP_PORT
 from routed import completion, post, stream, tokens_of, until_free
-from sglang_servers import Pair, PairSpec
+from sglang_servers import PairSpec
 
 SPECS = [PairSpec("llama")]
 one_pair = pytest.mark.parametrize("spec", SPECS, ids=str)
 
 
-class Sidecar(EngineServer):
-    """In front of the decode server of a pair; its clients name the prefill server."""
-
-    def __init__(self, pair: Pair, log: Path) -> None:
-        super().__init__("sidecar", log)
-        self._pair = pair
-        self.headers = {llm_d_sidecar.PREFILL_HEADER: f"127.0.0.1:{pair.prefill.port}"}
-
-    def environment(self) -> dict[str, str]:
-        return {llm_d_sidecar.BOOTSTRAP_PORT: str(self._pair.prefill.bootstrap_port)}
-
-    def command(self) -> list[str]:
-        decoder = self._pair.decode.url
-        return [sys.executable, str(Path(llm_d_sidecar.__file__)), "--port", str(self.port), "--decoder", decoder]
-
-
 @pytest.fixture
 def sidecar(pair, tmp_path):
-    with Sidecar(pair, tmp_path / "sidecar.log").running() as sidecar:
+    variables = {BOOTSTRAP_PORT: str(pair.prefill.bootstrap_port)}
+    with RunningSidecar(pair, tmp_path / "sidecar.log", "sglang", variables).running() as sidecar:
         yield sidecar
 
 

@@ -24,6 +24,20 @@
 {{- end -}}
 {{- end -}}
 
+{{/* place, labels: what the API server would refuse, or what would select nothing */}}
+{{- define "kvferry.checkLabels" -}}
+{{- $name := "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?" -}}
+{{- $place := .place -}}
+{{- range $label, $value := .labels -}}
+{{- if not (regexMatch (printf "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?%s$" $name) $label) -}}
+{{- include "kvferry.refuse" (dict "what" (printf "no key of a label in %s" $place) "found" (printf "%q" $label) "expected" "at most 63 letters, digits, -, _ and . behind a domain and / or alone") -}}
+{{- end -}}
+{{- if not (regexMatch (printf "^(%s)?$" $name) $value) -}}
+{{- include "kvferry.refuse" (dict "what" (printf "no value of a label in %s" $place) "found" (printf "%s: %q" $label $value) "expected" "at most 63 letters, digits, -, _ and .") -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* root, place, values, fewest: what engines and routers have in common */}}
 {{- define "kvferry.checkComponent" -}}
 {{- $values := .values -}}
@@ -53,6 +67,8 @@
 {{- include "kvferry.refuse" (dict "what" "a label that the chart sets" "found" $label "expected" "other labels in podLabels") -}}
 {{- end -}}
 {{- end -}}
+{{- include "kvferry.checkLabels" (dict "place" (printf "%s.podLabels" .place) "labels" $values.podLabels) -}}
+{{- include "kvferry.checkLabels" (dict "place" (printf "%s.nodeSelector" .place) "labels" $values.nodeSelector) -}}
 {{- include "kvferry.checkEnvironment" (dict "place" (printf "%s.env" .place) "env" $values.env) -}}
 {{- end -}}
 
@@ -71,10 +87,18 @@
 {{- end -}}
 
 {{- define "kvferry.checkEngines" -}}
-{{- $engines := list "vllm" "transformers" -}}
+{{- $engines := list "vllm" "sglang" "transformers" -}}
 {{- if not (has .Values.engine $engines) -}}
 {{- include "kvferry.refuse" (dict "what" "unknown engine" "found" .Values.engine "expected" (join " or " $engines)) -}}
 {{- end -}}
+{{- $fullname := include "kvferry.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $fullname) -}}
+{{- include "kvferry.refuse" (dict "what" "objects could not have this name, which the release or fullnameOverride gives them" "found" $fullname "expected" "lower case letters, digits and -, a letter first") -}}
+{{- end -}}
+{{- include "kvferry.checkLabels" (dict "place" "nameOverride" "labels" (dict "app.kubernetes.io/name" (include "kvferry.name" .))) -}}
+{{- include "kvferry.checkLabels" (dict "place" "networkPolicy.metricsNamespaceLabels" "labels" .Values.networkPolicy.metricsNamespaceLabels) -}}
+{{- include "kvferry.checkLabels" (dict "place" "podMonitor.labels" "labels" .Values.podMonitor.labels) -}}
+{{- include "kvferry.checkLabels" (dict "place" "grafanaDashboard.labels" "labels" .Values.grafanaDashboard.labels) -}}
 {{- $transports := list "auto" "nixl" "tcp" -}}
 {{- if not (has .Values.transport $transports) -}}
 {{- include "kvferry.refuse" (dict "what" "no transport between pods" "found" .Values.transport "expected" (join " or " $transports)) -}}
@@ -93,11 +117,12 @@
 {{- include "kvferry.refuse" (dict "what" "two ports of an engine are one" "found" (printf "httpPort and transferPort %v" .Values.engines.httpPort) "expected" "two ports") -}}
 {{- end -}}
 {{- $ours := list "--" "--host" "--port" "--token-file" "--transfer-host" "--transfer-port" "--engine" "--engine-id" "--model" "--served-name" "--transport" "--drain-timeout" "--start-timeout" "--register" "--role" "--advertise-url" "--api-key" -}}
+{{- $theirs := list "--api-key" "--host" "--port" "--kv-transfer-config" "--shutdown-timeout" "--disaggregation-mode" "--disaggregation-transfer-backend" "--disaggregation-bootstrap-port" "--disaggregation-ib-device" -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $values := index $.Values $role -}}
 {{- include "kvferry.checkArguments" (dict "place" (printf "%s.extraArgs" $role) "arguments" $values.extraArgs "taken" $ours) -}}
-{{- include "kvferry.checkArguments" (dict "place" (printf "%s.engineArgs" $role) "arguments" $values.engineArgs "taken" (list "--api-key" "--host" "--port" "--kv-transfer-config" "--shutdown-timeout")) -}}
-{{- if and $values.engineArgs (ne $.Values.engine "vllm") -}}
+{{- include "kvferry.checkArguments" (dict "place" (printf "%s.engineArgs" $role) "arguments" $values.engineArgs "taken" $theirs) -}}
+{{- if and $values.engineArgs (eq $.Values.engine "transformers") -}}
 {{- include "kvferry.refuse" (dict "what" "engineArgs are for another engine's server" "found" (printf "%s.engineArgs with engine %s" $role $.Values.engine) "expected" (printf "%s.extraArgs" $role)) -}}
 {{- end -}}
 {{- end -}}
@@ -119,7 +144,8 @@
 {{- include "kvferry.checkEngines" . -}}
 {{- include "kvferry.checkToken" . -}}
 {{- include "kvferry.checkRouter" . -}}
-{{- include "kvferry.checkComponent" (dict "root" . "place" "prefill" "component" "prefill" "values" .Values.prefill "fewest" 0) -}}
+{{- /* A decode server of SGLang computes no prompt. */ -}}
+{{- include "kvferry.checkComponent" (dict "root" . "place" "prefill" "component" "prefill" "values" .Values.prefill "fewest" (ternary 1 0 (eq .Values.engine "sglang"))) -}}
 {{- include "kvferry.checkComponent" (dict "root" . "place" "decode" "component" "decode" "values" .Values.decode "fewest" 1) -}}
 {{- include "kvferry.checkComponent" (dict "root" . "place" "router" "component" "router" "values" .Values.router "fewest" 1) -}}
 {{- end -}}

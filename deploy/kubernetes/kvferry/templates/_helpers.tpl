@@ -45,7 +45,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* root, image, and the repository if it has none. */}}
 {{- define "kvferry.image" -}}
 {{- $name := printf "%s:%s" (.image.repository | default .repository) (.image.tag | default .root.Chart.AppVersion) -}}
-{{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ $name -}}
+{{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ $name }}{{ with .image.digest }}@{{ . }}{{ end -}}
 {{- end -}}
 
 {{/* The number of replicas: null is the default, and 0 is 0. */}}
