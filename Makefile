@@ -23,7 +23,7 @@ BIN := .venv/bin
 VLLM_BIN = $(VLLM_ENVIRONMENT)/bin
 SGLANG_BIN := .venv-sglang/bin
 
-.PHONY: up test check unit e2e e2e-hosts slow accuracy simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-catalog test-chart test-ray test-ray-llm docs docs-serve format clean
+.PHONY: up test check unit e2e e2e-hosts slow accuracy simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-jax test-catalog test-chart test-ray test-ray-llm docs docs-serve format clean
 
 # Where the weights are not to be had, kvferry says what there is instead.
 up: .venv/engine
@@ -92,6 +92,10 @@ test-transformers: $(TRANSFORMERS_ENVIRONMENT)/ready
 # Real SGLang processes on the CPU; SGLANG_VERSION=0.5.22 tries an earlier one.
 test-sglang: .venv-sglang/ready-$(SGLANG_VERSION)
 	$(SGLANG_BIN)/python -m pytest tests/sglang -o faulthandler_timeout=600 $(ARGS)
+
+# Caches that are arrays of JAX, on four devices of its CPU platform.
+test-jax: .venv/dev .venv/jax
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/jax_caches $(ARGS)
 
 # Copies on devices: what this machine has, and Triton's interpreter; brings Triton, 290 MB.
 test-kernels: .venv/dev
@@ -164,6 +168,11 @@ environment = test -x $(1)/bin/python || { \
 .venv-checkov/ready: tests/deploy/requirements.txt
 	@$(call environment,.venv-checkov)
 	@.venv-checkov/bin/pip install --quiet -r tests/deploy/requirements.txt >&2
+	@touch $@
+
+# JAX for CPUs: 390 MB.
+.venv/jax: .venv/engine
+	@$(BIN)/pip install --quiet --editable ".[jax]" >&2
 	@touch $@
 
 # Ray with Serve: 335 MB.

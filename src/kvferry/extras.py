@@ -17,6 +17,7 @@ EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "kubernetes": ("kubernetes",),
     "ray": ("ray",),
     "simulate": ("simpy",),
+    "jax": ("jax",),
     "torch": ("torch",),
     "kernels": ("triton",),
     "engine": ("transformers", "tokenizers", "psutil"),
@@ -28,6 +29,7 @@ INCLUDED: Final[dict[str, tuple[str, ...]]] = {
     "kubernetes": ("router",),
     "ray": ("agent", "router"),
     "simulate": ("router",),
+    "jax": ("agent",),
     "kernels": ("torch",),
     "engine": ("agent", "native", "router", "torch"),
 }

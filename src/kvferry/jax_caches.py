@@ -1,4 +1,4 @@
-"""Caches that are arrays of JAX, on a TPU or wherever JAX runs: copied into and out of staging memory by compiled programs.
+"""Caches that are arrays of JAX, on a TPU or wherever JAX runs: compiled programs copy into and out of staging memory.
 
 An engine describes each rank with `kvferry.layout.describe(…, FIRST_ADDRESS)`: one region for each array, of which the
 rank's device has a piece. Its steps donate the arrays inside `JaxCaches.turn`, and leave there what they return.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 from kvferry.extras import missing_extra
@@ -35,8 +36,8 @@ DEVICES = {"gpu": "cuda"}
 
 
 class JaxCaches:
-    """The arrays of one engine, whose ranks are devices of this process: those of the arrays' mesh, in the order of what
-    they have of an array.
+    """The arrays of one engine, whose ranks are devices of this process: those of the arrays' mesh, in the order of
+    what they have of an array.
 
     The engine and transfers use the arrays in turn. All programs that copy are compiled in the beginning.
     """
@@ -48,7 +49,7 @@ class JaxCaches:
         process; TransportError when the device's compiler fails.
         """
         self._held = HeldArrays(arrays, layouts)
-        self._layouts = tuple(layouts)
+        self._layouts = tuple(map(_far, layouts))
         self._held.prepare()
 
     @property
@@ -57,10 +58,10 @@ class JaxCaches:
         return self._held.programs.num_compiled
 
     def turn(self) -> AbstractContextManager[Turn]:
-        """For what begins the engine's next step: `with caches.turn() as turn: logits, turn.arrays = step(turn.arrays)`.
+        """For what begins the engine's next step: `with caches.turn() as turn: turn.arrays = step(turn.arrays)`.
 
-        Copies of transfers are begun before or after it, never within, and ordered by what JAX knows of its arrays; the
-        step neither waits for one that runs, nor must it wait for its own end here.
+        Copies of transfers are begun before or after it, never within, and ordered by what JAX knows of its arrays: the
+        step waits for none here, and must not wait for its own end.
         """
         return self._held.turn()
 
@@ -73,3 +74,8 @@ class JaxCaches:
 
     def _mover(self, rank: int, near: Sequence[Memory], notify: Callable[[], None]) -> ThreadMover:
         return ThreadMover(ArrayCopies(self._held, rank, self._layouts[rank], near), notify, NUM_THREADS)
+
+
+def _far(layout: Layout) -> Layout:
+    """With regions that the processor does not read: no digest is made of them."""
+    return replace(layout, regions=tuple(replace(region, kind="vram") for region in layout.regions))

@@ -12,7 +12,21 @@ from engines import oracle
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvferry.jax_caches import FIRST_ADDRESS, JaxCaches
-from kvferry.layout import CacheModel, EngineShape, Layout, describe
+from kvferry.layout import CacheModel, EngineShape, describe
+from kvferry.staging.jax_arrays.programs import BITS
+
+
+@partial(jax.jit, donate_argnums=0)
+def rewritten(arrays: tuple[jax.Array, ...], block: jax.Array) -> tuple[jax.Array, ...]:
+    """A step of the engine's: it reads one block of each array, and writes that again. As integers: XLA's CPU platform
+    changes all NaNs of an array when it writes to a part of it."""
+
+    def again(array: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(array, BITS[array.dtype.itemsize])
+        bits = bits.at[block].set(jnp.take(bits, block, axis=0))
+        return jax.lax.bitcast_convert_type(bits, array.dtype)
+
+    return tuple(map(again, arrays))
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -45,6 +59,11 @@ class JaxEngine:
     def step(self, block: int, value: float) -> None:
         with self.caches.turn() as turn:
             turn.arrays = written(turn.arrays, jnp.int32(block), jnp.float32(value))
+
+    def rewrite(self, block: int) -> None:
+        """A step that changes nothing, but all arrays are new ones after it."""
+        with self.caches.turn() as turn:
+            turn.arrays = rewritten(turn.arrays, jnp.int32(block))
 
     def download(self) -> None:
         """Let the pictures show what the arrays have."""

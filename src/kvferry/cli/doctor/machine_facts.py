@@ -33,6 +33,7 @@ USED_BY: Final = {
     "kubernetes": "route --kubernetes-selector",
     "ray": "up --on ray, serve run kvferry.ray:app",
     "simulate": "simulate",
+    "jax": "engines with caches of JAX",
     "torch": "the engine, copies on devices",
     "kernels": "copies on devices",
     "engine": "serve, up",

@@ -40,8 +40,8 @@ class ArrayCopies:
         self._regions = Regions.of([(region.address, region.size_bytes) for region in layout.regions])
 
     def __call__(self, tiles: Sequence[Tile], _: View | None) -> Iterator[None]:
-        """Copy when iterated. Raises TransportError for rows that lie elsewhere, and when the arrays are gone or cannot be
-        copied."""
+        """Copy when iterated. Raises TransportError for rows that lie elsewhere, and when the arrays are gone or cannot
+        be copied."""
         rows = rows_of(tiles)
         from_arrays, to_arrays = rows.source >= FIRST_ADDRESS, rows.target >= FIRST_ADDRESS
         if from_arrays.all() and not to_arrays.any():

@@ -1,7 +1,7 @@
 """The arrays of a cache, which its engine and the copies of transfers use in turn.
 
-Whoever writes donates: the old array is deleted and there is a new one. So there is one place that knows the newest, and
-one lock, held while programs are begun and never while they run: what they read and write orders itself.
+Whoever writes donates: the old array is deleted and there is a new one. So there is one place that knows the newest,
+and one lock, held while programs are begun and never while they run: what they read and write orders itself.
 """
 
 from __future__ import annotations

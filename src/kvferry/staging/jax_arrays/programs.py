@@ -1,7 +1,7 @@
 """Compiled programs that take units out of an array and put them into it, for a few numbers of units each.
 
-An array that units are put into is donated: its memory is the result's, and no second cache is ever made. Units come and
-go as integers of the elements' size, so that no bit of a floating-point number changes.
+An array that units are put into is donated: its memory is the result's, and no second cache is ever made. Units come
+and go as integers of the elements' size, so that no bit of a floating-point number changes.
 """
 
 from __future__ import annotations
@@ -95,9 +95,13 @@ class Programs:
 
 
 def is_widened(dtype: Any, platform: str) -> bool:
-    """Whether XLA computes with wider numbers where it only has to move these: as it does on CPUs, and then changes what
-    is no number. Moved as integers instead, an array is copied once on its way: one layer's, and not the cache."""
-    return bool(platform == "cpu" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and dtype != jnp.float16)
+    """Whether XLA computes with wider numbers where it only has to move these, as on CPUs, which changes NaNs.
+
+    Moved as integers instead, an array is copied once on its way: one layer's, and not the cache.
+    """
+    return bool(
+        platform == "cpu" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and dtype != jnp.float16
+    )
 
 
 def _placed(numbers: Offsets, num_units: int, kind: ArrayKind, filler: int) -> jax.Array:
@@ -132,14 +136,17 @@ def _compiled(wanted: _Program) -> Callable[..., Any]:
     units = jax.ShapeDtypeStruct((wanted.num_units, unit_items), bits, sharding=kind.where)
     try:
         if wanted.puts:
-            return jax.jit(put, donate_argnums=0).lower(array, numbers, units).compile()
-        return jax.jit(take).lower(array, numbers).compile()
-    except Exception as error:  # noqa: BLE001 - compilers raise any type
+            lowered = jax.jit(put, donate_argnums=0).lower(array, numbers, units)
+        else:
+            lowered = jax.jit(take).lower(array, numbers)
+        program: Callable[..., Any] = lowered.compile()
+    except Exception as error:
         raise TransportError(
             "a program that copies cannot be compiled",
             found=f"{type(error).__name__}: {error}",
             expected=f"one for {kind.dtype.name}{list(kind.shape)} on {_platform(kind)}",
         ) from error
+    return program
 
 
 def _platform(kind: ArrayKind) -> str:

@@ -51,7 +51,7 @@ def size_for(num_units: int, unit_bytes: int) -> int:
 
 
 def calls_for(num_units: int, unit_bytes: int) -> Iterator[slice]:
-    """Units, call by call: none is padded to more than twice what it has, unless that is less than the smallest size."""
+    """Units, call by call; none is padded to more than twice what it has, but for the smallest size."""
     first, sizes = 0, sizes_of(unit_bytes)
     while first < num_units:
         left = num_units - first
