@@ -1,6 +1,7 @@
 """The control channel between two parties: who gets in, who does not, and what it costs whom."""
 
 import secrets
+import select
 import socket
 import time
 from contextlib import ExitStack
@@ -9,7 +10,8 @@ import pytest
 import zmq
 
 from kvferry import SharedToken
-from kvferry.agent.control.channel import MAX_QUEUED, ControlChannel
+from kvferry.agent.control import channel as channel_module
+from kvferry.agent.control.channel import MAX_FRAMES_PER_RECEIVE, MAX_QUEUED, ControlChannel
 from kvferry.agent.control.curve import secure_connecting
 from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.errors import ConfigurationError
@@ -264,6 +266,70 @@ def test_the_older_and_the_newer_protocol_of_this_host_are_connected_to(channel)
 def test_without_a_token_there_is_no_listening_beyond_this_host(host):
     with pytest.raises(ConfigurationError, match=r"may listen on this host only.*--token-file"):
         ControlChannel(host, 0)
+
+
+def test_no_more_sources_than_allowed_are_connected_to(channel, monkeypatch):
+    monkeypatch.setattr(channel_module, "MAX_SOURCES", 1)
+    one, *others = channel(), channel(), channel()
+    assert [one.send(key(other), b"hello") for other in others] == [True, False]
+    one.forget(key(others[0]))
+    assert one.send(key(others[1]), b"hello")
+
+
+def test_a_source_that_the_system_does_not_watch_is_not_kept(channel, monkeypatch):
+    one, other = channel(), channel()
+
+    def refused(*_):
+        raise OSError("too many are watched")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._poller, "register", refused)
+        assert not one.send(key(other), b"hello")
+    assert one.send(key(other), b"hello")
+    assert frames(other, one)
+
+
+def heard_at_once(one, number):
+    """Frames that are there or on their way: at most twice nothing is found, which is when nothing comes any more."""
+    found, empty = 0, 0
+    while found < number and empty < 2:
+        arrived = len(one.receive(3.0))
+        found, empty = found + arrived, empty + (not arrived)
+    return found
+
+
+def met(one, other) -> str:
+    """Two that have conversed; what the second one calls the first."""
+    assert one.send(key(other), b"hello")
+    (arrived,) = frames(other, one)
+    assert other.reply(arrived.routing_id, b"welcome")
+    assert frames(one, other)
+    return arrived.routing_id
+
+
+def test_what_comes_while_something_is_sent_is_heard(channel):
+    """To send takes the news from the descriptor that says when there is something to read."""
+    one, other = channel(), channel()
+    routing_id = met(one, other)
+    (descriptor,) = (socket.getsockopt(zmq.FD) for socket in one._sources.values())
+    for _ in range(20):
+        # What was read is asked once more by itself.
+        assert one.receive(0.0) == []
+        assert other.reply(routing_id, b"answer")
+        assert select.select([descriptor], [], [], DEADLINE_S)[0]
+        # When something is sent, ZeroMQ looks for news only if it has not done so for a millisecond.
+        time.sleep(0.005)
+        assert one.send(key(other), b"more")
+        assert heard_at_once(one, 1) == 1
+        frames(other)
+
+
+def test_what_is_left_of_many_frames_is_heard(channel):
+    one, other = channel(), channel()
+    routing_id = met(one, other)
+    for _ in range(5):
+        sent = sum(other.reply(routing_id, b"answer") for _ in range(MAX_FRAMES_PER_RECEIVE + 100))
+        assert heard_at_once(one, sent) == sent
 
 
 def test_peers_need_an_address(channel):

@@ -172,7 +172,11 @@ class ControlChannel:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         for option, value in (*OPTIONS.items(), (zmq.MAXMSGSIZE, max_bytes)):
             socket.setsockopt(option, value)
-        self._poller.register(socket)
+        try:
+            self._poller.register(socket)
+        except OSError:
+            socket.close()
+            raise
         return socket
 
     def _send(self, socket: zmq.Socket[bytes], parts: list[bytes]) -> bool:
