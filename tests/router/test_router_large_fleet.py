@@ -305,6 +305,11 @@ def test_pairs_that_have_failed_once_are_not_looked_at_and_not_kept_for_ever():
     assert (table.not_closed(0.0), table._opened) == ([], {})
 
 
+def test_engines_that_were_started_again_are_of_one_kind():
+    """Kinds are compared with one another: there must be few."""
+    assert structs.replace(OURS, epoch="1").kind == structs.replace(OURS, epoch="2").kind
+
+
 def test_kinds_of_engines_that_have_gone_are_forgotten_and_those_of_one_role_are_not_compared(caplog):
     caplog.set_level(logging.DEBUG)
     fleet = Fleet(4)

@@ -142,8 +142,7 @@ class BreakerTable(Generic[Key]):
             self._drop(key)
 
     def clear(self) -> None:
-        self._breakers.clear()
-        self._opened.clear()
+        self.forget(lambda _: True)
 
     def _drop(self, key: Key) -> bool:
         self._opened.pop(key, None)
