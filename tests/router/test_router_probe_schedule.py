@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.router.config import RouterConfig
 from kvferry.router.fleet import probes
-from kvferry.router.fleet.instance import Origin
+from kvferry.router.fleet.instance import Origin, ProbeResult
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.fleet.probe_schedule import AT_ONCE, ProbeSchedule
 from kvferry.router.policy.records import Instance, Role
@@ -115,6 +115,21 @@ async def test_a_doubt_about_one_instance_asks_that_one_alone():
         await until(lambda: http.asked)
         await some_turns_of_the_loop()
         assert http.asked == {FLEET[7].url: 1}
+
+
+async def test_one_that_is_down_has_all_others_asked_once(monkeypatch):
+    """As when the host of several has ended."""
+    monkeypatch.setattr(probes, "TURN_S", 0.0)
+    http = Refusing()
+    async with probing(http, FLEET) as pool:
+        for instance in FLEET:
+            pool.probed(instance, ProbeResult.READY, "")
+        pool.mark_down(FLEET[7], "refused")
+        await until(lambda: len(http.asked) == len(FLEET))
+        assert next(iter(http.asked)) == FLEET[7].url
+        await until(lambda: not pool.healthy(Role.DECODE))
+        await some_turns_of_the_loop()
+        assert set(http.asked.values()) == {1}
 
 
 async def test_however_often_traffic_doubts_an_instance_its_probes_have_a_pause(monkeypatch):

@@ -171,11 +171,11 @@ class InstancePool:
     @property
     def num_incompatible(self) -> int:
         """How many pairs do not hold the same cache, or do not understand each other."""
-        return sum(len(sources) * len(targets) for sources, targets in self._incompatible_kinds())
+        return sum(len(sources) * len(targets) for sources, targets in self._queries.incompatible())
 
     def incompatible(self) -> Iterator[Pair]:
         """These pairs. In a rollout they grow with the square of the instances: nobody is to take all of them."""
-        return chain.from_iterable(product(*both) for both in self._incompatible_kinds())
+        return chain.from_iterable(product(*both) for both in self._queries.incompatible())
 
     def info_of(self, instance: Instance) -> EngineInfo:
         """What an instance says of itself; nothing if it has left."""
@@ -221,8 +221,11 @@ class InstancePool:
             if instance in self._left:
                 self._left[instance].probed(result)
             return
+        was_healthy = state.healthy
         if not state.probed(result):
             return
+        if was_healthy and not state.healthy:
+            self.probe_requests.add_all()
         self._metrics.show_health(instance, state.healthy, state.ready)
         level, word = (logging.INFO, "up") if state.ready else (logging.WARNING, "not ready")
         word = word if state.healthy else "down"
@@ -293,13 +296,6 @@ class InstancePool:
 
     def _of_role(self, role: Role) -> list[InstanceState]:
         return [state for state in self.states if state.instance.role is role]
-
-    def _incompatible_kinds(self) -> Iterator[tuple[Collection[Instance], Collection[Instance]]]:
-        """Prefill instances, and decode instances that none of these can work with."""
-        for (role, prefill), sources in self._queries.kinds.items():
-            for (other, decode), targets in self._queries.kinds.items():
-                if (role, other) == (Role.PREFILL, Role.DECODE) and differences(prefill, decode):
-                    yield sources, targets
 
     def _differences(self, pair: Pair) -> tuple[str, ...]:
         return differences(*(self._states[one].kind for one in pair))

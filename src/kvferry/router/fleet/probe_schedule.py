@@ -20,15 +20,22 @@ class ProbeRequests:
         self.are_there = asyncio.Event()
         # A dictionary of them, which knows their order.
         self._instances: dict[Instance, None] = {}
+        self._concern_all = False
 
     def add(self, instance: Instance) -> None:
         self._instances[instance] = None
         self.are_there.set()
 
-    def take(self) -> tuple[Instance, ...]:
-        """All of them, in order; then there are none."""
-        taken = tuple(self._instances)
+    def add_all(self) -> None:
+        """What has ended one instance, such as its host, may have ended others."""
+        self._concern_all = True
+        self.are_there.set()
+
+    def take(self) -> tuple[tuple[Instance, ...], bool]:
+        """Those that are to be probed before all others, in order, and whether all are to be probed; then nobody is."""
+        taken = tuple(self._instances), self._concern_all
         self._instances.clear()
+        self._concern_all = False
         self.are_there.clear()
         return taken
 

@@ -68,9 +68,11 @@ class Prober:
         self._config = config
         self._schedule = ProbeSchedule()
         self._under_way: dict[Instance, asyncio.Task[None]] = {}
+        self._all_again_s = 0.0
 
     async def run(self) -> None:
-        """Probe for ever: each instance at each interval, and at once when it is new or requests to it fail."""
+        """Probe for ever: each instance at each interval, at once when it is new or requests to it fail, and soon when
+        another one has been found down."""
         for state in self._pool.probed_states:
             self._schedule.put(state.instance, time.monotonic() + random.uniform(0, self._config.probe_interval_s))
         try:
@@ -107,9 +109,15 @@ class Prober:
     def _begin_some(self) -> None:
         """As many as hold up nobody; the others follow in the next turns."""
         self._pool.expire()
-        for instance in self._pool.probe_requests.take():
-            self._schedule.put(instance, AT_ONCE)
         now = time.monotonic()
+        first, concern_all = self._pool.probe_requests.take()
+        for instance in first:
+            self._schedule.put(instance, AT_ONCE)
+        if concern_all and now >= self._all_again_s:
+            # However many are found down in it, the next such round has to wait.
+            self._all_again_s = now + self._config.probe_interval_s
+            for instance in self._pool.instances:
+                self._schedule.put(instance, now)
         for instance in self._schedule.take(now, PROBES_PER_TURN):
             state = self._pool.probed_state(instance)
             if instance in self._under_way:

@@ -54,14 +54,17 @@ class Membership:
         return found
 
     def _probing(self) -> Process:
-        """As `router.fleet.probes.Prober` does it: all at each interval, where the router spreads them over it, and one
-        soon when a request to it has failed."""
+        """As `router.fleet.probes.Prober` does it: all at each interval, where the router spreads them over it; one
+        soon when a request to it has failed, and all when one is found down."""
         while True:
             due_s = self._env.now + self.config.probe_interval_s
             while self._env.now < due_s:
                 yield self._env.timeout(SHORTEST_PAUSE_S)
-                doubted = map(self.pool.probed_state, self.pool.probe_requests.take())
+                first, concern_all = self.pool.probe_requests.take()
+                doubted = map(self.pool.probed_state, first)
                 self._probe([state for state in doubted if state is not None])
+                if concern_all:
+                    break
             self._probe(self.pool.probed_states)
 
     def _probe(self, states: Iterable[InstanceState]) -> None:
