@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 from msgspec import structs
+from prometheus_client import generate_latest
 from router_harness import cluster, decode_engine, prefill_engine
 
 from kvferry.router.config import PolicySettings
@@ -20,6 +21,7 @@ from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.http.status import MAX_LISTED_PAIRS, status_of
 from kvferry.router.policy.balanced import balanced
 from kvferry.router.policy.records import Instance, Limits, NoInstance, Overloaded, RequestCost, Role
+from kvferry.router.telemetry import metrics
 from kvferry.router.telemetry.metrics import Metrics
 
 NUM_INSTANCES = 1000
@@ -37,7 +39,8 @@ class Fleet:
             [Instance(f"http://{role}{number}", role) for number in range(half)] for role in Role
         )
         settings = PolicySettings(self._asked, clock=lambda: 100.0, seed=seed)
-        self.pool = InstancePool((*self.prefill, *self.decode), Metrics(), settings)
+        self.metrics = Metrics()
+        self.pool = InstancePool((*self.prefill, *self.decode), self.metrics, settings)
         for instance in self.pool.instances:
             self.pool.introduce(instance, OURS)
             self.pool.probed(instance, ProbeResult.READY, "")
@@ -369,3 +372,12 @@ async def test_the_text_of_metrics_is_made_beside_the_loop(monkeypatch):
     async with cluster([prefill_engine()], [decode_engine()]) as c:
         assert "kvferry_router_ready 1.0" in await c.metrics()
     assert threads != [threading.get_ident()]
+
+
+def test_the_text_of_metrics_has_pauses_and_is_the_same_as_without(monkeypatch):
+    fleet, pauses = Fleet(200), []
+    fleet.pool.show()
+    monkeypatch.setattr(metrics.time, "sleep", pauses.append)
+    text = fleet.metrics.render()
+    assert text == generate_latest(fleet.metrics._registry)
+    assert len(pauses) == 4 * (200 // metrics.PIECE)
