@@ -12,11 +12,12 @@ import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Allocated", "Work", "allocated", "fresh_memory", "interleaved", "machine", "say"]
+__all__ = ["Allocated", "Work", "allocated", "fresh_memory", "interleaved", "machine", "num_wake_ups", "say"]
 
 Work = Callable[[], object]
 
@@ -69,6 +70,12 @@ def allocated(work: Work) -> Allocated:
     finally:
         tracemalloc.stop()
     return Allocated(kept, peak)
+
+
+def num_wake_ups(process: int | str = "self") -> int:
+    """How often threads of a process have gone to sleep and come back."""
+    statuses = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/status")]
+    return sum(int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for status in statuses)
 
 
 def machine() -> str:

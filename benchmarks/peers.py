@@ -22,11 +22,10 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import psutil
-from measuring import machine, say
+from measuring import machine, num_wake_ups, say
 
 import kvferry
 from kvferry.kv_transfer_params import from_params, to_params
@@ -118,12 +117,6 @@ def usage(seconds: float) -> dict[str, float]:
         "wake_ups_per_s": (num_wake_ups() - switches) / took,
         "cpu_share": (time.process_time() - cpu) / took,
     }
-
-
-def num_wake_ups() -> int:
-    """How often threads of this process have gone to sleep and come back."""
-    statuses = [path.read_text() for path in Path("/proc/self/task").glob("*/status")]
-    return sum(int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for status in statuses)
 
 
 class Remote:

@@ -14,6 +14,8 @@ from kvferry import SharedToken
 from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.cli.serve.command import JoinOptions
 from kvferry.cli.serve.joining import joined
+from kvferry.embedded.http import router_registration
+from kvferry.embedded.http.router_registration import Registrar, RegistrarConfig
 from kvferry.errors import ConfigurationError
 from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side
 
@@ -90,3 +92,22 @@ def test_nowhere_is_nothing_and_a_role_is_needed():
 def test_what_nobody_would_be_told_and_what_is_no_url_are_refused(told, words):
     with pytest.raises(ConfigurationError, match=words):
         JoinOptions(*told).check_role()
+
+
+def test_engines_that_came_together_come_back_at_times_of_their_own(router, monkeypatch):
+    url, told = router
+    drawn = []
+    monkeypatch.setattr(router_registration.random, "uniform", lambda low, high: drawn.append((low, high)) or 1e-6)
+
+    async def scenario():
+        registrar = Registrar(RegistrarConfig((url,), "http://127.0.0.1:1", (Side.PREFILL,), b"", interval_s=3600.0))
+        running = asyncio.create_task(registrar.run())
+        found = [await asyncio.to_thread(told.get, timeout=DEADLINE_S) for _ in range(2)]
+        registrar.leave()
+        await running
+        return found
+
+    assert [body["leaving"] for _, body, _ in asyncio.run(scenario())] == [False, False]
+    # Nothing in between: only the first time is drawn.
+    assert told.get(timeout=DEADLINE_S)[1]["leaving"]
+    assert drawn == [(0.5, 1)]

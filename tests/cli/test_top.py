@@ -90,6 +90,9 @@ def test_a_frame_shows_who_is_there_and_what_is_out():
         assert words in text
     assert "transfers fail: http://p0 to http://d0 (open)" in text
     assert "incompatible: http://p0" in text
+    assert "more pairs" not in text
+    many = MEMBERS | {"num_incompatible_pairs": 125_000}
+    assert "incompatible: 124,999 more pairs" in shown(Frame(reading, reading, many))
 
 
 async def test_a_frame_of_a_real_router_has_its_figures():

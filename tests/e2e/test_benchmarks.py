@@ -28,6 +28,7 @@ SMALLEST = [
     "router.py --only kvferry --seconds 1 --settle-s 0.1",
     "router.py --only kvferry --seconds 1 --settle-s 0.1 --connections kept --parts latency",
     "router_choice.py --instances 4,70",
+    "router_storm.py --instances 4 --rounds 1 --restarts 1 --seconds 0.2 --notice-s 0.1",
     "simulate_fleet.py --only 40 --extra '--duration 6 --warm-up 1 --rate 20'",
     "staging.py --mebibytes 1 --repeats 1 --row-bytes 256",
     "staging_index.py --repeats 1",
@@ -52,5 +53,5 @@ def test_it_runs_and_prints_json(words):
 def test_none_is_forgotten():
     programs = {path.name for path in BENCHMARKS.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
     # Processes that these start.
-    helpers = {"mixed_tp_source.py", "plain_sockets.py", "router_engine.py"}
+    helpers = {"mixed_tp_source.py", "plain_sockets.py", "router_engine.py", "storm_engines.py"}
     assert programs - helpers == {words.split()[0] for words in SMALLEST} | ELSEWHERE

@@ -510,7 +510,7 @@ async def test_who_has_not_computed_what_was_computed_again_has_shown_nothing():
 async def test_what_the_router_has_left_raises_no_doubts_about_it():
     p, doubts = early_engine("p0", Prompt()), []
     async with cluster([p], [decode_engine()], early_from_tokens=1) as c:
-        c.app.state.pool.request_probe = lambda: doubts.append("p0")
+        c.app.state.pool.request_probe = doubts.append
         assert (await c.complete(LONG)).status == 200
         await p.left.wait()
         await c.until_idle()

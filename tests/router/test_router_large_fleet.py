@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections import Counter
 
 import pytest
 from msgspec import structs
+from prometheus_client import generate_latest
+from router_harness import cluster, decode_engine, prefill_engine
 
 from kvferry.router.config import PolicySettings
 from kvferry.router.fleet.candidates import MAX_OFFERED, NUM_HOMES, Candidates, Wanted
@@ -15,8 +18,10 @@ from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.engine_info import EngineInfo, Handover, differences
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState, Origin, ProbeResult, Reservation
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
+from kvferry.router.http.status import MAX_LISTED_PAIRS, status_of
 from kvferry.router.policy.balanced import balanced
 from kvferry.router.policy.records import Instance, Limits, NoInstance, Overloaded, RequestCost, Role
+from kvferry.router.telemetry import metrics
 from kvferry.router.telemetry.metrics import Metrics
 
 NUM_INSTANCES = 1000
@@ -34,7 +39,8 @@ class Fleet:
             [Instance(f"http://{role}{number}", role) for number in range(half)] for role in Role
         )
         settings = PolicySettings(self._asked, clock=lambda: 100.0, seed=seed)
-        self.pool = InstancePool((*self.prefill, *self.decode), Metrics(), settings)
+        self.metrics = Metrics()
+        self.pool = InstancePool((*self.prefill, *self.decode), self.metrics, settings)
         for instance in self.pool.instances:
             self.pool.introduce(instance, OURS)
             self.pool.probed(instance, ProbeResult.READY, "")
@@ -120,7 +126,7 @@ def test_the_two_that_can_work_together_are_found_among_all_that_cannot():
         fleet.pool.introduce(instance, later)
     assert {fleet.take(Role.DECODE) for _ in range(5)} == {pair[1]}
     assert {fleet.take(Role.PREFILL, pair[1]) for _ in range(5)} == {pair[0]}
-    assert len(fleet.pool.incompatible) == 2 * (NUM_INSTANCES // 2 - 1)
+    assert fleet.pool.num_incompatible == 2 * (NUM_INSTANCES // 2 - 1)
 
 
 def test_a_broken_pair_is_left_alone():
@@ -360,3 +366,32 @@ def test_an_engine_of_another_kind_in_a_room_is_paired_one_way_alone():
     fleet.pool.introduce(fleet.prefill[0], meets)
     fleet.pool.introduce(fleet.decode[0], room)
     assert fleet.take(Role.PREFILL, fleet.decode[0]) is None
+
+
+def test_what_is_told_of_a_rollout_does_not_grow_with_the_square_of_the_instances():
+    fleet = Fleet(400)
+    later = EngineInfo("kvferry", "2", "10", models=("m",), cache="c")
+    for instance in fleet.prefill:
+        fleet.pool.introduce(instance, later)
+    status = status_of(fleet.pool)
+    assert status["num_incompatible_pairs"] == 200 * 200
+    assert len(status["incompatible_pairs"]) == MAX_LISTED_PAIRS
+    assert len(status["members"]) == 400
+
+
+async def test_the_text_of_metrics_is_made_beside_the_loop(monkeypatch):
+    """Of thousands of instances it takes tenths of a second."""
+    threads, render = [], Metrics.render
+    monkeypatch.setattr(Metrics, "render", lambda self: threads.append(threading.get_ident()) or render(self))
+    async with cluster([prefill_engine()], [decode_engine()]) as c:
+        assert "kvferry_router_ready 1.0" in await c.metrics()
+    assert threads != [threading.get_ident()]
+
+
+def test_the_text_of_metrics_has_pauses_and_is_the_same_as_without(monkeypatch):
+    fleet, pauses = Fleet(200), []
+    fleet.pool.show()
+    monkeypatch.setattr(metrics.time, "sleep", pauses.append)
+    text = fleet.metrics.render()
+    assert text == generate_latest(fleet.metrics._registry)
+    assert len(pauses) == 4 * (200 // metrics.PIECE)

@@ -360,7 +360,7 @@ def test_a_server_that_says_nothing_of_itself_is_in_no_pair_with_sglangs(joins):
     pool = InstancePool([D0 if joins is Role.PREFILL else P0], Metrics())
     pool.introduce(pool.instances[0], told("prefill", Role.PREFILL) if joins is Role.DECODE else DECODE_INFO)
     pool.add(P0 if joins is Role.PREFILL else D0, Origin.FILE)
-    assert pool.incompatible == {(P0, D0)}
+    assert set(pool.incompatible()) == {(P0, D0)}
 
 
 def test_a_prompt_is_not_left_to_a_decode_instance_that_computes_none():

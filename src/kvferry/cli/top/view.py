@@ -138,7 +138,10 @@ def _out(found: dict[str, Any]) -> list[Text]:
     strange = [
         Text(f"incompatible: {pair['prefill']} and {pair['decode']}", "yellow") for pair in found["incompatible_pairs"]
     ]
-    return [*broken, *strange]
+    # Of very many pairs the router lists the first ones.
+    num_more = found.get("num_incompatible_pairs", 0) - len(strange)
+    more = [Text(f"incompatible: {num_more:,} more pairs", "yellow")] if num_more > 0 else []
+    return [*broken, *strange, *more]
 
 
 def _ms(seconds: float | None) -> str:

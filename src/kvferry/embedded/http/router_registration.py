@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -49,13 +50,15 @@ class Registrar:
         if _is_for_this_host(self._config.url) and not all(map(_is_for_this_host, self._config.routers)):
             words = "routers on other hosts cannot reach %s: set --host or --advertise-url"
             logger.warning(words, self._config.url)
+        # Engines that have started together are not to come together for ever.
+        pause_s = self._config.interval_s * random.uniform(0.5, 1)
         while not self._left.is_set():
             await self._tell_all(leaving=False)
             try:
-                async with asyncio.timeout(self._config.interval_s):
+                async with asyncio.timeout(pause_s):
                     await self._left.wait()
             except TimeoutError:
-                continue
+                pause_s = self._config.interval_s
         await self._tell_all(leaving=True)
 
     def leave(self) -> None:

@@ -53,6 +53,7 @@ class InstanceState:
     outstanding_tokens: int = 0
     last_chosen: int = 0
     num_missed: int = 0
+    num_probes: int = 0
     info: EngineInfo = UNKNOWN_ENGINE
     kind: EngineInfo = UNKNOWN_ENGINE
     breaker: Breaker = field(default_factory=lambda: Breaker(INSTANCE_BREAKER))

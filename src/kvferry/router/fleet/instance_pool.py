@@ -6,14 +6,15 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
-from itertools import islice, product
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain, islice, product
 
 from kvferry.router.config import DEFAULT_POLICY, PolicySettings
 from kvferry.router.fleet.circuit_breaker import BreakerSettings, BreakerTable, Trial
 from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, differences
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState, OpenRequests, Origin, ProbeResult, Reservation
 from kvferry.router.fleet.prefill_speed import Mean
+from kvferry.router.fleet.probe_schedule import ProbeRequests
 from kvferry.router.fleet.queries import Queries
 from kvferry.router.policy.prefill_threshold import threshold_tokens
 from kvferry.router.policy.prefix_affinity import PrefixIndex
@@ -47,15 +48,15 @@ logger = logging.getLogger(__name__)
 class InstancePool:
     """Belongs to the app's event loop.
 
-    `changed` is set at each change of health, for whoever clears it and waits. `probe_requested` is set when traffic
-    found something wrong with an instance or a new one came, so that the prober looks at once, whatever its interval.
+    `changed` is set at each change of health, for whoever clears it and waits. `probe_requests` has the instances that
+    traffic found something wrong with, and those that are new, so that the prober looks at once, whatever its interval.
     """
 
     def __init__(
         self, instances: Iterable[Instance], metrics: Metrics, policy_settings: PolicySettings = DEFAULT_POLICY
     ) -> None:
         self.changed = asyncio.Event()
-        self.probe_requested = asyncio.Event()
+        self.probe_requests = ProbeRequests()
         self.draining = False
         self.handover = Mean()
         # A transfer that keeps failing between two instances says nothing about either with any other one.
@@ -88,6 +89,12 @@ class InstancePool:
         self._left = {one: state for one, state in self._left.items() if self.open_requests.are_on(one)}
         return (*self.states, *self._left.values())
 
+    def probed_state(self, instance: Instance) -> InstanceState | None:
+        """None of one that has left and has nothing to answer."""
+        if instance in self._left and not self.open_requests.are_on(instance):
+            del self._left[instance]
+        return self._states.get(instance) or self._left.get(instance)
+
     @property
     def now(self) -> float:
         return self._policy_settings.clock()
@@ -108,7 +115,7 @@ class InstancePool:
         self._metrics.show_load(instance, 0, 0)
         if origin is not Origin.COMMAND_LINE:
             logger.info("%s instance %s has joined: %s", instance.role, instance.url, origin)
-        self.probe_requested.set()
+        self.request_probe(instance)
         return True
 
     def remove(self, instance: Instance, origin: Origin) -> bool:
@@ -126,9 +133,9 @@ class InstancePool:
 
     def expire(self) -> None:
         """Take out those whose registration was not renewed."""
-        for state in self.states:
-            if state.expires_at <= self.now:
-                self.remove(state.instance, state.origin)
+        now = self.now
+        for state in [state for state in self._states.values() if state.expires_at <= now]:
+            self.remove(state.instance, state.origin)
 
     def healthy(self, role: Role) -> list[Instance]:
         """The instances of a role that answer."""
@@ -162,14 +169,13 @@ class InstancePool:
         return num_pairs - sum(not self._differences(pair) for pair in known)
 
     @property
-    def incompatible(self) -> frozenset[Pair]:
-        """Pairs that do not hold the same cache, or do not understand each other."""
-        found: set[Pair] = set()
-        for (role, prefill), sources in self._queries.kinds.items():
-            for (other, decode), targets in self._queries.kinds.items():
-                if (role, other) == (Role.PREFILL, Role.DECODE) and differences(prefill, decode):
-                    found.update(product(sources, targets))
-        return frozenset(found)
+    def num_incompatible(self) -> int:
+        """How many pairs do not hold the same cache, or do not understand each other."""
+        return sum(len(sources) * len(targets) for sources, targets in self._queries.incompatible())
+
+    def incompatible(self) -> Iterator[Pair]:
+        """These pairs. In a rollout they grow with the square of the instances: nobody is to take all of them."""
+        return chain.from_iterable(product(*both) for both in self._queries.incompatible())
 
     def state_of(self, instance: Instance) -> InstanceState | None:
         """What is known of an instance; None if it has left."""
@@ -219,8 +225,11 @@ class InstancePool:
             if instance in self._left:
                 self._left[instance].probed(result)
             return
+        was_healthy = state.healthy
         if not state.probed(result):
             return
+        if was_healthy and not state.healthy:
+            self.probe_requests.add_all()
         self._metrics.show_health(instance, state.healthy, state.ready)
         level, word = (logging.INFO, "up") if state.ready else (logging.WARNING, "not ready")
         word = word if state.healthy else "down"
@@ -261,11 +270,11 @@ class InstancePool:
     def mark_down(self, instance: Instance, reason: str) -> None:
         """Traffic found it dead: down until a probe says otherwise, and that soon."""
         self.probed(instance, ProbeResult.DOWN, reason)
-        self.request_probe()
+        self.request_probe(instance)
 
-    def request_probe(self) -> None:
-        """Have all instances probed soon: something may be wrong with one, or is over."""
-        self.probe_requested.set()
+    def request_probe(self, instance: Instance) -> None:
+        """Have it probed soon: something may be wrong with it, or is over."""
+        self.probe_requests.add(instance)
 
     def arrived(self, pair: Pair) -> None:
         """A cache got from one to the other."""

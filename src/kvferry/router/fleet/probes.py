@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
+import time
 
 import msgspec
 
@@ -15,6 +17,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.fleet.engine_info import EngineInfo
 from kvferry.router.fleet.instance import InstanceState, ProbeResult
 from kvferry.router.fleet.instance_pool import InstancePool
+from kvferry.router.fleet.probe_schedule import AT_ONCE, ProbeSchedule
 from kvferry.router.fleet.sglang_info import OWNER, sglang_info
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.lenient_json import decoded
@@ -25,12 +28,17 @@ logger = logging.getLogger(__name__)
 
 UNREADY = 503
 EPOCH = b"x-kvferry-epoch"
-# However often failed requests ask for a probe.
+# Between two probes of an instance, however often failed requests ask for one.
 SHORTEST_PAUSE_S = 0.1
+# What begins in one turn takes a few milliseconds of a core, so requests hardly wait for it. It is also a limit: 800 a
+# second, so that of more than 1,600 instances each is asked less often than every two seconds.
+PROBES_PER_TURN, TURN_S = 16, 0.02
+# By which share of the interval the time to the next probe differs.
+SPREAD = 0.1
 # Whoever does not answer in time may only be busy.
 SLOW = frozenset((DEADLINE, CONNECT_TIMEOUT))
-# An instance says who it is when it comes up, when it is another process than before, and every so many rounds.
-ROUNDS_PER_INFO = 15
+# An instance says who it is when it comes up, when it is another process than before, and at every fifteenth probe.
+PROBES_PER_INFO = 15
 MAX_INFO_BYTES = 1 << 20
 
 
@@ -58,29 +66,76 @@ class Prober:
         self._http = http
         self._pool = pool
         self._config = config
-        self._round = 0
+        self._schedule = ProbeSchedule()
+        self._under_way: dict[Instance, asyncio.Task[None]] = {}
+        self._all_again_s = 0.0
 
     async def run(self) -> None:
-        """Probe for ever: at each interval, and at once when requests to an instance fail."""
-        while True:
-            try:
-                async with asyncio.timeout(self._config.probe_interval_s):
-                    await self._pool.probe_requested.wait()
-            except TimeoutError:
-                pass
-            try:
-                await self.probe_all()
-            except Exception:
-                # The top of a task: nobody would hear of its end, and no instance would be probed again.
-                logger.exception("an internal error of the router ended a round of probes")
-            await asyncio.sleep(SHORTEST_PAUSE_S)
+        """Probe for ever: each instance at each interval, at once when it is new or requests to it fail, and soon when
+        another one has been found down."""
+        for state in self._pool.probed_states:
+            self._schedule.put(state.instance, time.monotonic() + random.uniform(0, self._config.probe_interval_s))
+        try:
+            while True:
+                await self._until_due()
+                pause_s = TURN_S
+                try:
+                    self._begin_some()
+                except Exception:
+                    # The top of a task: nobody would hear of its end, and no instance would be probed again.
+                    logger.exception("an internal error of the router ended a turn of probes")
+                    pause_s = self._config.probe_interval_s
+                await asyncio.sleep(pause_s)
+        finally:
+            for task in self._under_way.values():
+                task.cancel()
+            await asyncio.gather(*self._under_way.values(), return_exceptions=True)
 
     async def probe_all(self) -> None:
-        """One round, all instances at the same time."""
-        self._pool.probe_requested.clear()
+        """All instances at the same time, before anybody is served."""
+        self._pool.probe_requests.take()
         self._pool.expire()
-        self._round += 1
         await asyncio.gather(*(self._probe(state) for state in self._pool.probed_states))
+
+    async def _until_due(self) -> None:
+        # Whoever is asked now is due again after this at the earliest.
+        soonest_s = self._config.probe_interval_s * (1 - SPREAD)
+        try:
+            async with asyncio.timeout(min(self._schedule.next_s - time.monotonic(), soonest_s)):
+                await self._pool.probe_requests.are_there.wait()
+        except TimeoutError:
+            pass
+
+    def _begin_some(self) -> None:
+        """As many as hold up nobody; the others follow in the next turns."""
+        self._pool.expire()
+        now = time.monotonic()
+        first, concern_all = self._pool.probe_requests.take()
+        for instance in first:
+            self._schedule.put(instance, AT_ONCE)
+        if concern_all and now >= self._all_again_s:
+            # However many are found down in it, the next such round has to wait.
+            self._all_again_s = now + self._config.probe_interval_s
+            for instance in self._pool.instances:
+                self._schedule.put(instance, now)
+        for instance in self._schedule.take(now, PROBES_PER_TURN):
+            state = self._pool.probed_state(instance)
+            if instance in self._under_way:
+                self._schedule.put(instance, now + SHORTEST_PAUSE_S)
+            elif state is not None:
+                self._under_way[instance] = asyncio.create_task(self._probe_and_pause(state))
+
+    async def _probe_and_pause(self, state: InstanceState) -> None:
+        try:
+            await self._probe(state)
+        except Exception:
+            # As above: of this instance alone.
+            logger.exception("an internal error of the router ended a probe of %s", state.instance.url)
+        await asyncio.sleep(SHORTEST_PAUSE_S)
+        del self._under_way[state.instance]
+        # Whoever came together with others is not to be asked together with them for ever.
+        pause_s = self._config.probe_interval_s * random.uniform(1 - SPREAD, 1 + SPREAD)
+        self._schedule.put(state.instance, time.monotonic() + pause_s)
 
     async def _probe(self, state: InstanceState) -> None:
         instance = state.instance
@@ -89,7 +144,8 @@ class Prober:
                 ready, epoch = await self._ask(instance, "/ready")
                 healthy = 200 if ready == 200 else (await self._ask(instance, "/health"))[0]
                 is_new = not state.healthy or epoch not in ("", state.info.epoch)
-                if healthy == 200 and (is_new or self._round % ROUNDS_PER_INFO == 0):
+                state.num_probes += 1
+                if healthy == 200 and (is_new or state.num_probes % PROBES_PER_INFO == 0):
                     self._pool.introduce(instance, await self._ask_info(instance))
         except FAILURES as error:
             reason = reason_of(error, DEADLINE)

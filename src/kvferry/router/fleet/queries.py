@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from kvferry.router.config import PolicySettings
 from kvferry.router.fleet.candidates import Candidates, Draw, Group, Wanted
 from kvferry.router.fleet.circuit_breaker import BreakerTable
-from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo
+from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, differences
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState
 from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import Instance, Load, Pair, Role, RoutingQuery
@@ -49,6 +49,13 @@ class Queries:
         if not self.kinds[key]:
             del self.kinds[key]
         self._candidates.changed()
+
+    def incompatible(self) -> Iterator[tuple[Collection[Instance], Collection[Instance]]]:
+        """Prefill instances, and decode instances that none of these can exchange a cache with."""
+        for (role, prefill), sources in self.kinds.items():
+            for (other, decode), targets in self.kinds.items():
+                if (role, other) == (Role.PREFILL, Role.DECODE) and differences(prefill, decode):
+                    yield sources, targets
 
     def query(self, request: InstanceRequest, handover_s: float) -> RoutingQuery:
         """All that a policy is told."""

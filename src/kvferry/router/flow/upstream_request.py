@@ -248,7 +248,7 @@ class UpstreamRequest:
         if reason in GONE:
             self._services.pool.mark_down(self.instance, reason)
         elif reason == RESET:
-            self._services.pool.request_probe()
+            self._services.pool.request_probe(self.instance)
         return Failed(reason, MESSAGES[reason])
 
 

@@ -257,7 +257,9 @@ async def show_metrics(http: Request) -> Response:
     state = http.app.state
     state.metrics.router_ready.set(readiness(state.pool, state.config.needs_pair)[0] == 200)
     state.pool.show()
-    return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    # Of thousands of instances that takes tenths of a second, in which no request could go on.
+    text = await asyncio.to_thread(state.metrics.render)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 async def on_http_error(http: Request, error: Exception) -> Response:

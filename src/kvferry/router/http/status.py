@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 from kvferry.router.fleet.instance import InstanceState
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.policy.records import Pair, Role
+
+# Of those that cannot work together: while half of a thousand instances speak another version, there are 125,000.
+MAX_LISTED_PAIRS = 100
 
 
 def readiness(pool: InstancePool, require_prefill: bool) -> tuple[int, dict[str, object]]:
@@ -40,14 +44,15 @@ def _reason(pool: InstancePool, lacks_pair: bool) -> str:
 
 
 def status_of(pool: InstancePool) -> dict[str, object]:
-    """Plain JSON: every instance, and the pairs that are out."""
+    """Plain JSON: every instance, and the pairs that are out, of those that cannot work together the first ones."""
     now = pool.now
     return {
         "members": [_instance_status(state, now) for state in pool.states],
         "broken_pairs": [
             {**_urls(pair), "breaker": str(pool.pairs.state(pair, now))} for pair in pool.pairs.not_closed(now)
         ],
-        "incompatible_pairs": [_urls(pair) for pair in pool.incompatible],
+        "incompatible_pairs": [_urls(pair) for pair in islice(pool.incompatible(), MAX_LISTED_PAIRS)],
+        "num_incompatible_pairs": pool.num_incompatible,
         "handover_s": pool.handover.value,
     }
 

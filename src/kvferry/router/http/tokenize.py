@@ -92,7 +92,7 @@ def _note(services: Services, instance: Instance, reason: str) -> None:
     if reason in GONE:
         services.pool.mark_down(instance, reason)
     else:
-        services.pool.request_probe()
+        services.pool.request_probe(instance)
 
 
 def _model(body: bytes) -> str:

@@ -3,12 +3,16 @@ mix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from kvferry.connectors.buckets import PHASE_BUCKETS_S
 from kvferry.router.commands import Count, Counted
@@ -19,6 +23,8 @@ TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 5
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 INSTANCE = ("role", "instance")
 MAX_LABELS = 1024
+# Of samples, in one go: a millisecond or two of a core.
+PIECE, PAUSE_S = 100, 0.002
 
 _Family = TypeVar("_Family", bound=MetricWrapperBase)
 
@@ -140,8 +146,8 @@ class Metrics:
             _remove(family, labels)
 
     def render(self) -> bytes:
-        """The text format of Prometheus."""
-        return generate_latest(self._registry)
+        """The text format of Prometheus; with thousands of instances it takes a while, so in a thread of its own."""
+        return generate_latest(_Paced(self._registry))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self._registry)
@@ -151,6 +157,27 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+
+
+class _Paced(Collector):
+    """A registry whose samples come in pieces: in the pauses between them the event loop has Python's lock, and in a
+    piece it waits for the lock no longer than it would for another request."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = _Pieces(metric.samples)
+            yield metric
+
+
+class _Pieces(list[Sample]):
+    def __iter__(self) -> Iterator[Sample]:
+        for number, sample in enumerate(super().__iter__(), start=1):
+            yield sample
+            if not number % PIECE:
+                time.sleep(PAUSE_S)
 
 
 def _remove(family: MetricWrapperBase, labels: tuple[str, ...]) -> None:

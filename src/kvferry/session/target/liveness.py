@@ -35,6 +35,8 @@ class Liveness:
         self._fetches = fetches
         self._timing = timing
         self._last_sent = 0.0
+        # Before this nobody has been idle for long enough.
+        self.next_idle_s = 0.0
         self.queued: dict[Reference, tuple[HoldRequest, float]] = {}
 
     def hold(self, request: HoldRequest, now: float) -> None:
@@ -46,21 +48,34 @@ class Liveness:
         self.queued.pop(reference, None)
 
     def watch(self, now: float) -> Iterator[Step]:
-        """Repeat what is not answered, and give up peers that stay silent."""
-        for peer in self._peers:
-            yield from self._watch(peer, now) if peer.ready else self._peers.repeat(peer, now)
+        """Repeat what is not answered, and give up peers that stay silent. Of those that have nothing to answer none is
+        looked at before one of them may have been idle for long enough."""
+        for peer in self._peers.meeting:
+            yield from self._peers.repeat(peer, now)
+        for key in dict.fromkeys(key for fetch in self._fetches.values() for key in fetch.reads):
+            if key in self._peers and self._peers[key].ready and is_needed(key, self._fetches):
+                yield from self._watch(self._peers[key], now)
+        if now >= self.next_idle_s:
+            yield from self._forget_idle(now)
 
     def _watch(self, peer: Peer, now: float) -> Iterator[Step]:
-        silent_s = now - peer.last_heard if is_needed(peer.key, self._fetches) else 0.0
+        silent_s = now - peer.last_heard
         if silent_s > QUIET_HEARTBEATS * self._timing.heartbeat_s and now - peer.last_sent >= self._timing.resend_s:
             peer.last_sent = now
             yield CheckLiveness(peer.key)
-        is_used = any(peer.key in fetch.peers for fetch in self._fetches.values())
         if silent_s > self._timing.silence_s:
             yield _lost(peer.key, f"{peer.key} has not answered for {self._timing.silence_s:g} s")
-        elif now >= peer.last_heard + self._timing.idle_peer_s and not is_used:
-            # It may be gone for good; if not, the next fetch begins a new handshake.
-            yield _lost(peer.key, f"{peer.key} was idle")
+
+    def _forget_idle(self, now: float) -> Iterator[Step]:
+        used = {key for fetch in self._fetches.values() for key in fetch.peers}
+        for peer in self._peers:
+            if peer.ready and now >= peer.last_heard + self._timing.idle_peer_s and peer.key not in used:
+                # It may be gone for good; if not, the next fetch begins a new handshake.
+                yield _lost(peer.key, f"{peer.key} was idle")
+        # Whoever is met or heard of later is idle later.
+        first_s = min((peer.last_heard for peer in self._peers), default=now) + self._timing.idle_peer_s
+        # One that is in use although it has said nothing for long may be idle soon.
+        self.next_idle_s = first_s if first_s > now else now + self._timing.heartbeat_s
 
     def gone(self, key: PeerKey) -> Iterator[Step]:
         """Nobody listens at the address of a peer. One that is not needed may still be met again."""

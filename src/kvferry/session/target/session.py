@@ -81,10 +81,9 @@ class TargetSession:
         """When `handle(Tick())` is due next; infinity when nothing is waited for."""
         if any(read.awaits_turn for fetch in self._fetches.values() for read in fetch.reads.values()):
             return now
-        is_meeting = self._lookups or not all(peer.ready for peer in self._peers)
-        if self._fetches or self._liveness.queued or self._aborts or is_meeting:
+        if self._fetches or self._liveness.queued or self._aborts or self._lookups or self._peers.meeting:
             return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2
-        return min((peer.last_heard + self._timing.idle_peer_s for peer in self._peers), default=float("inf"))
+        return self._liveness.next_idle_s if self._peers else float("inf")
 
     def num_open(self) -> int:
         """Fetches that are not over, quarantined ones included."""
@@ -93,8 +92,8 @@ class TargetSession:
     def may_be_written(self) -> bool:
         """Whether a peer may be accessing our memory: it writes, or tests how it could."""
         testing = any(
-            not peer.ready and (peer.direction is Direction.WRITE or peer.machine.state is PeerState.OFFERING)
-            for peer in self._peers
+            peer.direction is Direction.WRITE or peer.machine.state is PeerState.OFFERING
+            for peer in self._peers.meeting
         )
         return testing or any(read.is_exposed for fetch in self._fetches.values() for read in fetch.reads.values())
 

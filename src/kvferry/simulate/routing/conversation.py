@@ -144,7 +144,7 @@ class Conversation:
         if isinstance(event, Failed) and event.reason in GONE:
             pool.mark_down(upstream.instance, event.reason)
         elif isinstance(event, Failed) and event.reason == RESET:
-            pool.request_probe()
+            pool.request_probe(upstream.instance)
 
     def _count(self, command: commands.Count) -> None:
         if command.what is Counted.RETRY:

@@ -1,10 +1,10 @@
 """What the router knows of the fleet: its real pool of instances, with its real policy and breakers, on the virtual
-clock, and rounds of probes as its prober makes them."""
+clock, and probes as its prober makes them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import simpy
@@ -15,7 +15,7 @@ from kvferry.router.fleet.engine_info import EngineInfo
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState, ProbeResult, Reservation
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.fleet.probes import SHORTEST_PAUSE_S
-from kvferry.router.policy.records import NoInstance, Overloaded, Role, SkipPrefill
+from kvferry.router.policy.records import Instance, NoInstance, Overloaded, Role, SkipPrefill
 from kvferry.router.telemetry.metrics import Metrics
 from kvferry.simulate.fleet.hardware import Hardware
 from kvferry.simulate.fleet.work import EngineState
@@ -41,7 +41,8 @@ class Membership:
         self.pool = InstancePool(self.config.instances, Metrics(), settings)
         self.choice_s, self.num_choices = 0.0, 0
         self._env, self._hardware = env, hardware
-        self._probe_all()
+        self._waited_for: set[Instance] = set()
+        self._probe(self.pool.probed_states)
         env.process(self._probing())
 
     def reserve(self, request: InstanceRequest) -> Reservation | SkipPrefill | Overloaded | NoInstance:
@@ -53,28 +54,33 @@ class Membership:
         return found
 
     def _probing(self) -> Process:
-        """Rounds as `router.fleet.probes.Prober` has them: at each interval, and soon when a request has failed."""
+        """As `router.fleet.probes.Prober` does it: all at each interval, where the router spreads them over it; one
+        soon when a request to it has failed, and all when one is found down."""
         while True:
             due_s = self._env.now + self.config.probe_interval_s
-            while self._env.now < due_s and not self.pool.probe_requested.is_set():
+            while self._env.now < due_s:
                 yield self._env.timeout(SHORTEST_PAUSE_S)
-            self.pool.probe_requested.clear()
-            if silent := self._probe_all():
-                yield self._env.timeout(self.config.probe_timeout_s)
-                for state in silent:
-                    self._hear(state)
-                    self.pool.end_requests_if_down(state.instance)
-            yield self._env.timeout(SHORTEST_PAUSE_S)
+                first, concern_all = self.pool.probe_requests.take()
+                doubted = map(self.pool.probed_state, first)
+                self._probe([state for state in doubted if state is not None])
+                if concern_all:
+                    break
+            self._probe(self.pool.probed_states)
 
-    def _probe_all(self) -> list[InstanceState]:
-        """All instances at the same time; those that do not answer at once."""
-        silent = []
-        for state in self.pool.probed_states:
-            if self._hardware.engines[state.instance].state is EngineState.SILENT:
-                silent.append(state)
-            else:
+    def _probe(self, states: Iterable[InstanceState]) -> None:
+        for state in states:
+            if self._hardware.engines[state.instance].state is not EngineState.SILENT:
                 self._hear(state)
-        return silent
+            elif state.instance not in self._waited_for:
+                self._env.process(self._wait_for(state))
+
+    def _wait_for(self, state: InstanceState) -> Process:
+        """It does not answer at once."""
+        self._waited_for.add(state.instance)
+        yield self._env.timeout(self.config.probe_timeout_s)
+        self._waited_for.discard(state.instance)
+        self._hear(state)
+        self.pool.end_requests_if_down(state.instance)
 
     def _hear(self, state: InstanceState) -> None:
         engine = self._hardware.engines[state.instance]

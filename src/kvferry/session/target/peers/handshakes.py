@@ -76,6 +76,11 @@ class Handshakes:
         self._ours = ours
         self._timing = timing
         self._peers: dict[PeerKey, Peer] = {}
+        # Those whose handshake is not over, and some that have just become ready: of a thousand peers few.
+        self._meeting: dict[PeerKey, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._peers)
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(tuple(self._peers.values()))
@@ -86,6 +91,12 @@ class Handshakes:
     def __getitem__(self, key: PeerKey) -> Peer:
         return self._peers[key]
 
+    @property
+    def meeting(self) -> tuple[Peer, ...]:
+        """Those that are not ready."""
+        self._meeting = {key: peer for key, peer in self._meeting.items() if not peer.ready}
+        return tuple(self._meeting.values())
+
     def greet(self, key: PeerKey, now: float) -> Iterator[Send]:
         """Begin the handshake with a peer that is not known yet."""
         if key in self._peers:
@@ -93,12 +104,13 @@ class Handshakes:
         machine = StateMachine(f"peer {key}", PEER_TABLE, PeerState.GREETED)
         deadline = now + self._timing.handshake_s
         peer = Peer(key, machine, deadline, last_heard=now, last_sent=now, direction=self._ours.direction)
-        self._peers[key] = peer
+        self._peers[key] = self._meeting[key] = peer
         yield from self._ask(peer)
 
     def forget(self, key: PeerKey) -> None:
         """The next `greet` begins a new handshake. Unknown peers are ignored."""
         self._peers.pop(key, None)
+        self._meeting.pop(key, None)
 
     def welcomed(self, peer: Peer, welcome: m.Welcome, now: float) -> Iterator[Step]:
         """The first step is done: ask for the layout. An earlier incarnation at this address has ended."""
@@ -171,6 +183,7 @@ class Handshakes:
     def offer_memory(self, peer: Peer, now: float) -> Iterator[Command]:
         """Have a source that we read from connect to our memory too, so that it can write to it."""
         peer.machine.move("to be written to")
+        self._meeting[peer.key] = peer
         peer.deadline, peer.last_sent = now + self._timing.handshake_s, now
         yield from self._ask(peer)
 
