@@ -13,6 +13,7 @@ from prometheus_client import generate_latest
 from router_harness import cluster, decode_engine, prefill_engine
 
 from kvferry.router.config import PolicySettings
+from kvferry.router.fleet import instance_pool
 from kvferry.router.fleet.candidates import MAX_OFFERED, NUM_HOMES, Candidates, Wanted
 from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.engine_info import EngineInfo, Handover, differences
@@ -328,6 +329,41 @@ def test_kinds_of_engines_that_have_gone_are_forgotten_and_those_of_one_role_are
     (record,) = [record for record in caplog.records if "never paired" in record.getMessage()]
     assert record.levelno == logging.WARNING
     assert record.getMessage().count("http://") == 3
+
+
+def test_very_many_that_are_never_paired_are_one_short_line(caplog):
+    fleet = Fleet(20)
+    caplog.set_level(logging.DEBUG)
+    fleet.pool.introduce(fleet.decode[0], structs.replace(OURS, wire_version="10"))
+    (line,) = [record.getMessage() for record in caplog.records if "never paired" in record.getMessage()]
+    assert line.count("http://") == 4
+    assert "and 7 more are never paired" in line
+
+
+def test_what_has_not_said_who_it_is_is_no_warning(caplog):
+    fleet = Fleet(4)
+    in_rooms = EngineInfo("sglang", handover=Handover.ROOM, bootstrap_host="10.0.0.1", bootstrap_port=8998)
+    fleet.pool.introduce(fleet.prefill[0], in_rooms)
+    caplog.set_level(logging.DEBUG)
+    caplog.clear()
+    fleet.pool.add(Instance("http://new", Role.DECODE), Origin.REGISTERED)
+    (record,) = [record for record in caplog.records if "never paired" in record.getMessage()]
+    assert record.levelno == logging.DEBUG
+
+
+def test_of_very_many_pairs_that_fail_few_are_remembered(monkeypatch):
+    monkeypatch.setattr(instance_pool, "MAX_PAIRS", 3)
+    fleet = Fleet(10)
+    for prefill, decode in zip(fleet.prefill, fleet.decode, strict=True):
+        fleet.pool.lost((prefill, decode), "transport", None)
+    assert len(fleet.pool.pairs) == 3
+
+
+def test_one_that_wants_no_requests_is_no_partner():
+    fleet = Fleet(4)
+    fleet.only(fleet.prefill, result=ProbeResult.UNREADY)
+    fleet.take(Role.DECODE)
+    assert {load.num_partners for load in fleet.queries[-1].candidates} == {0}
 
 
 def test_an_instance_that_fails_is_no_partner():
