@@ -74,6 +74,43 @@ def test_another_url_may_be_told_and_without_a_token_nothing_is_signed(router):
     assert (body["url"], signature) == ("http://outside:1", "")
 
 
+def test_an_answer_that_is_no_text_ends_nothing(monkeypatch):
+    """Whatever is between an engine and its router may answer, in whatever encoding."""
+    told = queue.Queue()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(502)
+            self.send_header("content-type", "text/html; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(b"erron\xe9e " * 100_000)
+            told.put(self.path)
+
+        def log_message(self, *words):
+            """Nobody reads a test's log."""
+
+    async def scenario(url):
+        registrar = Registrar(RegistrarConfig((url,), "http://engine", (Side.DECODE,), b"", interval_s=0.01))
+        running = asyncio.create_task(registrar.run())
+        for _ in range(3):
+            await asyncio.to_thread(told.get, timeout=DEADLINE_S)
+        registrar.leave()
+        await asyncio.wait_for(running, DEADLINE_S)
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    # It is not read to its end.
+    monkeypatch.setattr(server, "handle_error", lambda *_: None)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        asyncio.run(scenario("http://{}:{}".format(*server.server_address)))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 def test_nowhere_is_nothing_and_a_role_is_needed():
     assert heard(None, 0, JoinOptions(), "http://engine", NO_TOKEN) == ([], [])
     with pytest.raises(ConfigurationError, match="role"):

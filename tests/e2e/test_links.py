@@ -224,6 +224,18 @@ def test_long_packets_that_nobody_sees_again(pair, num_bytes):
         pair.network.drop_longer_than(1500, "decode")
 
 
+def test_long_packets_that_ucx_does_not_see_again(tmp_path, tiny_model):
+    """UCX says nothing of it, and a read would last a minute."""
+    with started(tmp_path, tiny_model, "nixl") as pair:
+        pair.works()
+        prompt, params = pair.handed_over(LONG)
+        pair.network.drop_longer_than(1300, "decode")
+        try:
+            pair.check(prompt, pair.ask(prompt, params), LOST)
+        finally:
+            pair.network.drop_longer_than(1500, "decode")
+
+
 def test_an_engine_that_comes_back_with_another_address(hosts, tiny_model):
     hosts.prefill.close()
     hosts.network.move("prefill", "10.77.0.77")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import threading
@@ -19,6 +20,7 @@ from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.engine_info import EngineInfo, Handover, differences
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState, Origin, ProbeResult, Reservation
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
+from kvferry.router.http import app
 from kvferry.router.http.status import MAX_LISTED_PAIRS, status_of
 from kvferry.router.policy.balanced import balanced
 from kvferry.router.policy.records import Instance, Limits, NoInstance, Overloaded, RequestCost, Role
@@ -26,6 +28,7 @@ from kvferry.router.telemetry import metrics
 from kvferry.router.telemetry.metrics import Metrics
 
 NUM_INSTANCES = 1000
+DEADLINE_S = 30.0
 PROMPT = RequestCost(prompt_tokens=1000, new_tokens=100)
 OURS = EngineInfo("kvferry", "1", "9", models=("m",), cache="c")
 
@@ -422,6 +425,33 @@ async def test_the_text_of_metrics_is_made_beside_the_loop(monkeypatch):
     async with cluster([prefill_engine()], [decode_engine()]) as c:
         assert "kvferry_router_ready 1.0" in await c.metrics()
     assert threads != [threading.get_ident()]
+
+
+async def test_who_asks_while_metrics_are_written_gets_the_same_text(monkeypatch):
+    begun, waiting, goes_on, render, shield = [], [], threading.Event(), Metrics.render, asyncio.shield
+
+    def slow(self):
+        begun.append(1)
+        assert goes_on.wait(DEADLINE_S)
+        return render(self)
+
+    def counted(task):
+        waiting.append(task)
+        return shield(task)
+
+    monkeypatch.setattr(Metrics, "render", slow)
+    monkeypatch.setattr(app.asyncio, "shield", counted)
+    async with cluster([prefill_engine()], [decode_engine()]) as c:
+        asking = [asyncio.create_task(c.metrics()) for _ in range(3)]
+        while len(waiting) < len(asking):
+            await asyncio.sleep(0)
+        # Whoever leaves takes nothing along.
+        asking.pop(0).cancel()
+        goes_on.set()
+        assert len(set(await asyncio.gather(*asking))) == 1
+        assert len(begun) == 1
+        assert "kvferry_router_ready" in await c.metrics()
+        assert len(begun) == 2
 
 
 def test_the_text_of_metrics_has_pauses_and_is_the_same_as_without(monkeypatch):

@@ -96,6 +96,22 @@ async def test_of_many_that_are_new_only_some_are_asked_in_a_turn(monkeypatch):
         assert http.asked.total() == probes.PROBES_PER_TURN
 
 
+async def test_those_that_are_still_asked_take_nobodys_turn():
+    """A rack that hangs, while requests doubt it again and again, holds up no probe of the others."""
+    hanging, others = FLEET[:50], FLEET[50:80]
+    pool = InstancePool((), Metrics())
+    for instance in (*hanging, *others):
+        pool.add(instance, Origin.REGISTERED, NEVER_S)
+    prober = probes.Prober(Refusing(), pool, RouterConfig((), ("http://d",), probe_interval_s=NEVER_S))
+    asked = {instance: asyncio.create_task(asyncio.sleep(NEVER_S)) for instance in hanging}
+    prober._under_way = dict(asked)
+    prober._begin_some()
+    assert list(prober._under_way)[len(hanging) :] == others[: probes.PROBES_PER_TURN]
+    for task in prober._under_way.values():
+        task.cancel()
+    await asyncio.gather(*prober._under_way.values(), return_exceptions=True)
+
+
 async def test_a_storm_of_registrations_asks_each_instance_once(monkeypatch):
     monkeypatch.setattr(probes, "TURN_S", 0.0)
     http = Refusing()

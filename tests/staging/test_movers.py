@@ -18,11 +18,12 @@ from reference_copy import Bytes, copy
 from kvferry.errors import IllegalEventError, TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.tiles import Tile, plain, rows_of
-from kvferry.staging import host_mover
+from kvferry.staging import host_mover, thread_mover
 from kvferry.staging.device.launches import MAX_ROW_BYTES
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.host_mover import HostMover, host_regions
 from kvferry.staging.mover import CLOSED, Moved, Mover
+from kvferry.staging.thread_mover import GIVEN_UP, ThreadMover
 from kvferry.transport.base import Memory
 
 SIZE = 4 * MAX_ROW_BYTES
@@ -204,6 +205,27 @@ def test_rows_that_leave_the_memories_end_with_a_reason_and_copy_nothing(case, r
     assert ends["good"] == ""
     assert "is outside the registered memory of this process" in ends["wild"]
     assert not case.arena[:16].any()
+
+
+def test_a_copy_that_waits_for_ever_is_given_up_and_ends_once(monkeypatch):
+    monkeypatch.setattr(thread_mover, "CLOSE_S", 0.1)
+    begun, goes_on, notified = threading.Event(), threading.Event(), threading.Event()
+
+    def hangs(*_):
+        begun.set()
+        assert goes_on.wait(DEADLINE_S)
+        yield
+
+    mover = ThreadMover(hangs, notified.set)
+    mover.start("stuck", ())
+    assert begun.wait(DEADLINE_S)
+    mover.close()
+    assert mover.poll() == [Moved("stuck", GIVEN_UP)]
+    goes_on.set()
+    for thread in mover._threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert (mover.poll(), mover.busy, notified.is_set()) == ([], False, False)
 
 
 def test_after_close_everything_has_ended(case):

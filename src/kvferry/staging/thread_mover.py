@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,10 @@ from kvferry.errors import FerryError, IllegalEventError
 from kvferry.plan.programs.tiles import Tile
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.registered_memory import View
+
+# How long `close` waits for copies that are under way.
+CLOSE_S = 3.0
+GIVEN_UP = "the mover was closed, and the copy did not end"
 
 Copy = Callable[[Sequence[Tile], View | None], Iterator[None]]
 """Copies the rows of tiles when iterated, of which some may lie in memory of a peer; yields where it may be stopped."""
@@ -41,6 +46,7 @@ class ThreadMover:
         # The condition guards the fields below.
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()
+        self._running: set[Hashable] = set()
         self._ended: list[Moved] = []
         self._is_closed = False
         self._threads = [
@@ -73,12 +79,17 @@ class ThreadMover:
         return ended
 
     def close(self) -> None:
-        """See `Mover`. A copy that is under way stops at its next step, a few MiB at most."""
+        """See `Mover`. A copy that is under way stops at its next step, a few MiB at most. One that waits for a device
+        that does not answer is given up; should it go on one day, blocks may be written after this."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        deadline = time.monotonic() + CLOSE_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            self._ended += [Moved(key, GIVEN_UP) for key in self._running]
+            self._running.clear()
 
     def _work(self) -> None:
         while job := self._next():
@@ -86,6 +97,9 @@ class ThreadMover:
             # The owner unmaps the view of a peer when it hears of the end: no reference to it may be left here.
             job = None
             with self._changed:
+                if moved.key not in self._running:
+                    return
+                self._running.discard(moved.key)
                 self._ended.append(moved)
             self._notify()
 
@@ -94,7 +108,9 @@ class ThreadMover:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
             if not self._is_closed:
-                return self._jobs.popleft()
+                job = self._jobs.popleft()
+                self._running.add(job.key)
+                return job
             self._ended += [Moved(job.key, CLOSED) for job in self._jobs]
             self._jobs.clear()
             return None

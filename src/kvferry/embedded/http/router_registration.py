@@ -18,6 +18,9 @@ from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Announcement, Sid
 
 logger = logging.getLogger(__name__)
 
+# Of what a router, or something in front of it, says: enough for a line of the log.
+MAX_ANSWER_BYTES = 500
+
 
 @dataclass(frozen=True, slots=True)
 class RegistrarConfig:
@@ -70,7 +73,10 @@ class Registrar:
         async with aiohttp.ClientSession(timeout=timeout) as session:
             announcements = [Announcement(self._config.url, role, leaving) for role in self._config.roles]
             tellings = [self._tell(session, router, one) for router in self._config.routers for one in announcements]
-            await asyncio.gather(*tellings)
+            for found in await asyncio.gather(*tellings, return_exceptions=True):
+                if isinstance(found, Exception):
+                    # The top of a task: nobody would hear of its end, and this engine would be forgotten.
+                    logger.error("an internal error ended an announcement to a router", exc_info=found)
 
     async def _tell(self, session: aiohttp.ClientSession, router: str, announcement: Announcement) -> None:
         body = msgspec.json.encode(announcement)
@@ -79,8 +85,8 @@ class Registrar:
             headers[SIGNATURE] = sign(self._config.key, body, time.time())
         try:
             async with session.post(router.rstrip("/") + MEMBERS_PATH, data=body, headers=headers) as response:
-                text = await response.text()
-                trouble = "" if response.status == 200 else f"it answered {response.status}: {text[:500]}"
+                text = (await response.content.read(MAX_ANSWER_BYTES)).decode(errors="replace")
+                trouble = "" if response.status == 200 else f"it answered {response.status}: {text}"
         except (aiohttp.ClientError, OSError) as error:
             trouble = client_error_text(error)
         if trouble and self._trouble.get(router) != trouble:

@@ -114,16 +114,23 @@ class Prober:
         for instance in first:
             self._schedule.put(instance, AT_ONCE)
         if concern_all and now >= self._all_again_s:
-            # However many are found down in it, the next such round has to wait.
+            # However many more are found down in it, it is one such round.
             self._all_again_s = now + self._config.probe_interval_s
             for instance in self._pool.instances:
                 self._schedule.put(instance, now)
-        for instance in self._schedule.take(now, PROBES_PER_TURN):
-            state = self._pool.probed_state(instance)
-            if instance in self._under_way:
-                self._schedule.put(instance, now + SHORTEST_PAUSE_S)
-            elif state is not None:
-                self._under_way[instance] = asyncio.create_task(self._probe_and_pause(state))
+        num_left = PROBES_PER_TURN
+        while num_left and (due := self._schedule.take(now, num_left)):
+            num_left -= sum(self._begin(instance, now) for instance in due)
+
+    def _begin(self, instance: Instance, now: float) -> bool:
+        """Whether it is probed now: not if it still is, or has left."""
+        state = self._pool.probed_state(instance)
+        if instance in self._under_way:
+            self._schedule.put(instance, now + SHORTEST_PAUSE_S)
+        elif state is not None:
+            self._under_way[instance] = asyncio.create_task(self._probe_and_pause(state))
+            return True
+        return False
 
     async def _probe_and_pause(self, state: InstanceState) -> None:
         try:

@@ -103,6 +103,8 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
     app.router.redirect_slashes = False
     app.state.pool, app.state.metrics, app.state.config = pool, metrics, config
     app.state.registry = Registry(config, pool, metrics)
+    # The task that makes the text of metrics, or made it last.
+    app.state.rendering = None
     return RouterApp(app, pods)
 
 
@@ -255,11 +257,13 @@ async def take_member(http: Request) -> Response:
 
 async def show_metrics(http: Request) -> Response:
     state = http.app.state
-    state.metrics.router_ready.set(readiness(state.pool, state.config.needs_pair)[0] == 200)
-    state.pool.show()
-    # Of thousands of instances that takes tenths of a second, in which no request could go on.
-    text = await asyncio.to_thread(state.metrics.render)
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    if state.rendering is None or state.rendering.done():
+        state.metrics.router_ready.set(readiness(state.pool, state.config.needs_pair)[0] == 200)
+        state.pool.show()
+        # Of thousands of instances that takes tenths of a second, in which no request could go on.
+        state.rendering = asyncio.create_task(asyncio.to_thread(state.metrics.render))
+    # One is enough for all who ask meanwhile, and whoever leaves does not end it.
+    return Response(await asyncio.shield(state.rendering), media_type=CONTENT_TYPE_LATEST)
 
 
 async def on_http_error(http: Request, error: Exception) -> Response:

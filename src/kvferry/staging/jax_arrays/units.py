@@ -12,10 +12,10 @@ from kvferry.plan.description.layout import Layout, Placement, State
 from kvferry.plan.programs.copies import Column
 from kvferry.transport.registered_memory import Offsets
 
-SIZES = (16, 64, 256, 1024, 4096, 16384)
+SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 """Programs are compiled for so many units; other numbers are several calls, of which the last may be padded."""
-MAX_BYTES = 32 << 20
-"""Nor is more than this taken or put in one call, if it is several units."""
+MIN_BYTES, MAX_BYTES = 64 << 10, 32 << 20
+"""To pad a call to the first costs next to nothing; more than the second are taken or put only where one unit is."""
 
 
 def units_of(layout: Layout, region: int) -> tuple[int, ...]:
@@ -42,7 +42,8 @@ def _beyond(placement: Placement, inner: int) -> list[int]:
 
 def sizes_of(unit_bytes: int) -> tuple[int, ...]:
     """For how many units programs are compiled, ascending."""
-    return tuple(size for size in SIZES if size * unit_bytes <= MAX_BYTES) or SIZES[:1]
+    useful = (size for size in SIZES if 4 * size * unit_bytes > MIN_BYTES or size == SIZES[-1])
+    return tuple(size for size in useful if size * unit_bytes <= MAX_BYTES) or SIZES[:1]
 
 
 def size_for(num_units: int, unit_bytes: int) -> int:
