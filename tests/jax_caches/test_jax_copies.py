@@ -275,19 +275,21 @@ def test_a_device_that_fails_during_a_copy(engine, side, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_units", "calls"),
+    ("unit_bytes", "num_units", "calls"),
     [
-        (1, [1]),
-        (16, [16]),
-        (40, [40]),
-        (17, [16, 1]),
-        (300, [256, 44]),
-        (700, [700]),
-        (40_000, [16384, 16384, 4096, 3136]),
+        (4096, 1, [1]),
+        (4096, 17, [16, 1]),
+        (4096, 40, [40]),
+        (4096, 300, [256, 44]),
+        (4096, 10_000, [4096, 4096, 1024, 784]),
+        (256, 40_000, [16384, 16384, 4096, 3136]),
+        (1, 17, [17]),
+        (4 << 20, 9, [4, 4, 1]),
+        (64 << 20, 2, [1, 1]),
     ],
 )
-def test_calls_of_few_sizes(num_units, calls):
-    found = list(calls_for(num_units, 1))
+def test_calls_of_few_sizes(unit_bytes, num_units, calls):
+    found = list(calls_for(num_units, unit_bytes))
     assert [part.stop - part.start for part in found] == calls
     assert [part.start for part in found] == [sum(calls[:number]) for number in range(len(calls))]
 
