@@ -28,6 +28,9 @@ SLOW, LONG = "16mbit", 1000
 LEASE_S = 4.0
 # Both take minutes, one is what continuous integration has time for; `make chaos` has both.
 TRANSPORTS = ("tcp", pytest.param("nixl", marks=pytest.mark.chaos))
+BOTH = "prefill", "decode"
+# What gets lost: in both directions, or in one.
+WAYS = [BOTH, *(pytest.param((way,), marks=pytest.mark.chaos) for way in BOTH)]
 LOST = ("peer_lost", "unreachable", "transport")
 seeds = itertools.count(1)
 
@@ -157,45 +160,52 @@ def test_what_gets_lost_while_the_cache_is_read(pair, ways):
         pair.check(prompt, asked, LOST)
 
 
-def test_what_gets_lost_before_the_cache_is_claimed(pair):
+@pytest.mark.parametrize("ways", WAYS, ids="+".join)
+def test_what_gets_lost_before_the_cache_is_claimed(pair, ways):
     prompt, params = pair.handed_over(LONG)
-    with pair.lost("prefill", "decode"):
+    with pair.lost(*ways):
         pair.check(prompt, pair.ask(prompt, params), LOST)
 
 
-def test_what_gets_lost_after_the_cache_has_landed(pair):
+@pytest.mark.parametrize("ways", WAYS, ids="+".join)
+def test_what_gets_lost_after_the_cache_has_landed(pair, ways):
     prompt, params = pair.handed_over(LONG)
     asked = pair.ask(prompt, params)
     asked.began.wait(60.0)
-    with pair.lost("prefill", "decode"):
+    with pair.lost(*ways):
         pair.check(prompt, asked, ("",))
         # Whether or not it was told that the cache has landed: a lease ends by itself.
         pair.prefill.until_free()
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("phase", ["before", "during", "after"])
-def test_a_cable_that_is_out_for_ten_seconds_in_any_phase(pair, phase):
+def test_a_cable_that_is_out_for_ten_seconds_while_the_cache_is_read(pair):
     """Longer than anybody waits for it, and back before the next request."""
-    both = "prefill", "decode"
-    if phase == "during":
-        with pair.reading() as (prompt, asked):
-            with pair.lost(*both):
-                time.sleep(10.0)  # That is what is tested.
-            pair.check(prompt, asked, LOST)
-        return
-    prompt, params = pair.handed_over(LONG)
-    if phase == "before":
-        with pair.lost(*both):
-            asked = pair.ask(prompt, params)
-            time.sleep(10.0)
+    with pair.reading() as (prompt, asked):
+        with pair.lost(*BOTH):
+            time.sleep(10.0)  # That is what is tested.
         pair.check(prompt, asked, LOST)
-    else:
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("seconds", "found"), [(1.0, ("",)), (10.0, LOST)], ids=["1", "10"])
+def test_a_cable_that_is_out_for_some_seconds_before_the_cache_is_claimed(pair, seconds, found):
+    prompt, params = pair.handed_over(LONG)
+    with pair.lost(*BOTH):
         asked = pair.ask(prompt, params)
-        asked.began.wait(60.0)
-        with pair.lost(*both):
-            time.sleep(10.0)
-        pair.check(prompt, asked, ("",))
+        time.sleep(seconds)
+    pair.check(prompt, asked, found)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seconds", [1.0, 10.0])
+def test_a_cable_that_is_out_for_some_seconds_after_the_cache_has_landed(pair, seconds):
+    prompt, params = pair.handed_over(LONG)
+    asked = pair.ask(prompt, params)
+    asked.began.wait(60.0)
+    with pair.lost(*BOTH):
+        time.sleep(seconds)
+    pair.check(prompt, asked, ("",))
 
 
 def test_engines_that_never_met(pair):
@@ -210,6 +220,15 @@ def test_engines_that_never_met(pair):
 def test_a_host_that_is_stopped(pair):
     with pair.reading() as (prompt, asked), pair.prefill.stopped():
         pair.check(prompt, asked, LOST)
+
+
+@pytest.mark.chaos
+def test_the_reading_host_is_stopped_for_longer_than_a_lease(pair):
+    """Nobody waits for it but its client; when it goes on it knows that the cache is not good any more."""
+    with pair.reading() as (prompt, asked):
+        with pair.decode.stopped():
+            pair.prefill.until_free()
+        pair.check(prompt, asked, (*LOST, "expired"))
 
 
 @pytest.mark.parametrize("num_bytes", [600, 1300])
