@@ -321,6 +321,22 @@ def test_who_comes_when_there_is_no_room_is_refused_and_those_that_are_known_are
     expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], Direction.READ)
 
 
+def test_who_comes_when_all_threads_are_busy_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_THREADS", 0)
+    with socket.create_connection(("127.0.0.1", known(world).port), timeout=20) as sock:
+        assert sock.recv(1) == b""
+    assert rejected(world) == 1
+
+
+def test_connections_that_are_not_used_end_with_the_server(patient_world: World) -> None:
+    expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+    serving = server_of(patient_world)
+    wait_for(lambda: len(serving._idle) == 1)
+    (peer,) = serving._idle.values()
+    serving.close(20.0)
+    assert peer.connection.fileno() == -1
+
+
 def server_of(world: World) -> Server:
     transport = world.far.transport
     assert isinstance(transport, TcpTransport)
