@@ -20,11 +20,10 @@ from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.engine_info import EngineInfo, Handover, differences
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState, Origin, ProbeResult, Reservation
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
-from kvferry.router.http import app
 from kvferry.router.http.status import MAX_LISTED_PAIRS, status_of
 from kvferry.router.policy.balanced import balanced
 from kvferry.router.policy.records import Instance, Limits, NoInstance, Overloaded, RequestCost, Role
-from kvferry.router.telemetry import metrics
+from kvferry.router.telemetry import metrics, scrapes
 from kvferry.router.telemetry.metrics import Metrics
 
 NUM_INSTANCES = 1000
@@ -440,7 +439,7 @@ async def test_who_asks_while_metrics_are_written_gets_the_same_text(monkeypatch
         return shield(task)
 
     monkeypatch.setattr(Metrics, "render", slow)
-    monkeypatch.setattr(app.asyncio, "shield", counted)
+    monkeypatch.setattr(scrapes.asyncio, "shield", counted)
     async with cluster([prefill_engine()], [decode_engine()]) as c:
         asking = [asyncio.create_task(c.metrics()) for _ in range(3)]
         while len(waiting) < len(asking):

@@ -42,10 +42,8 @@ class Router:
             self._pool.remove(instance, Origin.RAY)
             return {}
         self._pool.add(instance, Origin.RAY, LEASE_S)
-        state = self._pool.state_of(instance)
-        if state is None:
-            return {}
-        return {Side.PREFILL: state.outstanding_tokens, Side.DECODE: state.num_outstanding}
+        num_requests, num_tokens = self._pool.in_flight(instance)
+        return {Side.PREFILL: num_tokens, Side.DECODE: num_requests}
 
     def check_health(self) -> None:
         """Asked by Serve, which replaces what raises."""

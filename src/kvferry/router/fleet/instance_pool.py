@@ -177,9 +177,10 @@ class InstancePool:
         """These pairs. In a rollout they grow with the square of the instances: nobody is to take all of them."""
         return chain.from_iterable(product(*both) for both in self._queries.incompatible())
 
-    def state_of(self, instance: Instance) -> InstanceState | None:
-        """What is known of an instance; None if it has left."""
-        return self._states.get(instance)
+    def in_flight(self, instance: Instance) -> tuple[int, int]:
+        """The open requests of an instance, and their tokens of work; none of one that has left."""
+        state = self._states.get(instance)
+        return (state.num_outstanding, state.outstanding_tokens) if state is not None else (0, 0)
 
     def info_of(self, instance: Instance) -> EngineInfo:
         """What an instance says of itself; nothing if it has left."""

@@ -42,6 +42,7 @@ from kvferry.router.request.prompt_cost import cost_of
 from kvferry.router.services import Services
 from kvferry.router.telemetry.access_log import NO_PATH, AccessLogEntry
 from kvferry.router.telemetry.metrics import Metrics
+from kvferry.router.telemetry.scrapes import Scrapes
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 from kvferry.router.upstream.http_client import HttpClient, HttpRequest
 
@@ -103,9 +104,14 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
     app.router.redirect_slashes = False
     app.state.pool, app.state.metrics, app.state.config = pool, metrics, config
     app.state.registry = Registry(config, pool, metrics)
-    # The task that makes the text of metrics, or made it last.
-    app.state.rendering = None
+    app.state.scrapes = Scrapes(metrics, partial(_show, pool, metrics, config))
     return RouterApp(app, pods)
+
+
+def _show(pool: InstancePool, metrics: Metrics, config: RouterConfig) -> None:
+    """In the metrics, what is only known when somebody asks."""
+    metrics.router_ready.set(readiness(pool, config.needs_pair)[0] == 200)
+    pool.show()
 
 
 def _ended(pool: InstancePool, task: asyncio.Task[None]) -> None:
@@ -256,14 +262,7 @@ async def take_member(http: Request) -> Response:
 
 
 async def show_metrics(http: Request) -> Response:
-    state = http.app.state
-    if state.rendering is None or state.rendering.done():
-        state.metrics.router_ready.set(readiness(state.pool, state.config.needs_pair)[0] == 200)
-        state.pool.show()
-        # Of thousands of instances that takes tenths of a second, in which no request could go on.
-        state.rendering = asyncio.create_task(asyncio.to_thread(state.metrics.render))
-    # One is enough for all who ask meanwhile, and whoever leaves does not end it.
-    return Response(await asyncio.shield(state.rendering), media_type=CONTENT_TYPE_LATEST)
+    return Response(await http.app.state.scrapes.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def on_http_error(http: Request, error: Exception) -> Response:

@@ -104,14 +104,14 @@ class Liveness:
         by_peer: dict[PeerKey, list[str]] = {}
         for key, lease_id in (*self._used(), *self._held(), *self._unclaimed()):
             by_peer.setdefault(key, []).append(lease_id)
+        stalled = self._stalled(now)
         for key, lease_ids in by_peer.items():
-            padding = PADDING if self._is_stalled(key, now) else b""
-            yield Send(key, Renew(self._ours, tuple(lease_ids), padding))
+            yield Send(key, Renew(self._ours, tuple(lease_ids), PADDING if key in stalled else b""))
 
-    def _is_stalled(self, key: PeerKey, now: float) -> bool:
-        """Whether bytes of a source are waited for that have not come for a while."""
-        reads = [fetch.reads[key] for fetch in self._fetches.values() if key in fetch.reads]
-        return any(read.is_stalled(now, self._timing.heartbeat_s) for read in reads)
+    def _stalled(self, now: float) -> set[PeerKey]:
+        """Whose bytes are waited for and have not come for a while."""
+        reads = (item for fetch in self._fetches.values() for item in fetch.reads.items())
+        return {key for key, read in reads if read.is_stalled(now, self._timing.heartbeat_s)}
 
     def _used(self) -> Iterator[tuple[PeerKey, str]]:
         for fetch in self._fetches.values():
