@@ -243,6 +243,19 @@ def test_long_packets_that_nobody_sees_again(pair, num_bytes):
         pair.network.drop_longer_than(1500, "decode")
 
 
+@pytest.mark.chaos
+def test_long_packets_of_engines_that_never_met(pair):
+    """Nothing is read yet: the limit of a handshake counts."""
+    pair.decode.close()
+    pair.decode.restart()
+    prompt, params = pair.handed_over(LONG)
+    pair.network.drop_longer_than(1300, "decode")
+    try:
+        pair.check(prompt, pair.ask(prompt, params), ("deadline",))
+    finally:
+        pair.network.drop_longer_than(1500, "decode")
+
+
 def test_long_packets_that_ucx_does_not_see_again(tmp_path, tiny_model):
     """UCX says nothing of it, and a read would last a minute."""
     with started(tmp_path, tiny_model, "nixl") as pair:
