@@ -17,6 +17,7 @@ from kvferry.layout import EngineShape, attention, describe
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.tiles import plain
 from kvferry.staging.jax_arrays import programs
+from kvferry.staging.jax_arrays.held_arrays import HeldArrays
 from kvferry.staging.jax_arrays.programs import is_widened
 from kvferry.staging.jax_arrays.units import calls_for, sizes_of, unit_for, units_of
 from kvferry.staging.mover import Moved, Mover
@@ -155,6 +156,25 @@ def test_what_is_put_lies_where_it_was(side):
     with engine.caches.turn() as turn:
         assert [array.unsafe_buffer_pointer() for array in turn.arrays] == before
     assert [array.is_deleted() for array in old] == [False, True, False, False]
+
+
+def test_a_copy_has_ended_when_the_device_says_so(engine, side, monkeypatch):
+    """Before that, a slot is read and blocks are written."""
+    put, waited = HeldArrays.put, []
+
+    class Done:
+        def __init__(self, done):
+            self.done = done
+
+        def block_until_ready(self):
+            waited.append(self.done)
+            self.done.block_until_ready()
+
+    monkeypatch.setattr(HeldArrays, "put", lambda *what: Done(put(*what)))
+    one, regions = side(engine.caches), engine.layouts[0].regions
+    unit = units_of(engine.layouts[0], 0)[0]
+    assert one.move([one.address] * 2, [region.address for region in regions[:2]], [unit] * 2) == ""
+    assert len(waited) == 2
 
 
 def test_more_units_than_one_program_takes(side):
