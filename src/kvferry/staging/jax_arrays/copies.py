@@ -77,7 +77,6 @@ class ArrayCopies:
     def _parts(self, inside: Column, outside: Column, rows: Copies) -> Iterator[_Part]:
         """Of rows that are `inside` arrays and `outside` of them, each part for one call of a program."""
         region = self._regions.locate(inside, rows.length, "this process (arrays)")
-        self._host.check(outside, rows.length, "this process (host)")
         for number in np.unique(region).tolist():
             which = np.flatnonzero(region == number)
             offset, length = inside[which] - self._regions.address[number], rows.length[which]
