@@ -74,7 +74,27 @@ def test_another_url_may_be_told_and_without_a_token_nothing_is_signed(router):
     assert (body["url"], signature) == ("http://outside:1", "")
 
 
-def test_an_answer_that_is_no_text_ends_nothing(monkeypatch):
+def test_an_error_of_ours_ends_no_announcements(monkeypatch, caplog):
+    told = queue.Queue()
+
+    async def fails(*_):
+        told.put("asked")
+        raise ZeroDivisionError
+
+    async def scenario():
+        registrar = Registrar(RegistrarConfig(("http://r",), "http://engine", (Side.DECODE,), b"", interval_s=0.01))
+        running = asyncio.create_task(registrar.run())
+        for _ in range(3):
+            await asyncio.to_thread(told.get, timeout=DEADLINE_S)
+        registrar.leave()
+        await asyncio.wait_for(running, DEADLINE_S)
+
+    monkeypatch.setattr(Registrar, "_tell", fails)
+    asyncio.run(scenario())
+    assert "an internal error ended an announcement" in caplog.text
+
+
+def test_an_answer_that_is_no_text_ends_nothing(monkeypatch, caplog):
     """Whatever is between an engine and its router may answer, in whatever encoding."""
     told = queue.Queue()
 
@@ -105,6 +125,7 @@ def test_an_answer_that_is_no_text_ends_nothing(monkeypatch):
     thread.start()
     try:
         asyncio.run(scenario("http://{}:{}".format(*server.server_address)))
+        assert "it answered 502: erron\ufffde" in caplog.text
     finally:
         server.shutdown()
         thread.join()

@@ -85,6 +85,49 @@ def test_of_two_times_the_earlier_one_is_kept():
     assert schedule.next_s == math.inf
 
 
+def test_a_time_that_was_given_up_is_no_time():
+    schedule = ProbeSchedule()
+    schedule.put(FLEET[0], 5.0)
+    schedule.put(FLEET[0], 1.0)
+    assert schedule.take(1.0, 9) == [FLEET[0]]
+    schedule.put(FLEET[0], 9.0)
+    assert schedule.take(6.0, 9) == []
+    assert schedule.take(9.0, 9) == [FLEET[0]]
+
+
+@contextlib.contextmanager
+def still_asking(prober, *instances):
+    """Whoever a prober asks after this ends with it."""
+    prober._under_way = {instance: asyncio.create_task(asyncio.sleep(NEVER_S)) for instance in instances}
+    yield
+    for task in prober._under_way.values():
+        task.cancel()
+
+
+async def test_a_doubt_that_comes_while_one_is_asked_is_not_forgotten():
+    pool = InstancePool((), Metrics())
+    pool.add(FLEET[0], Origin.REGISTERED, NEVER_S)
+    prober = probes.Prober(Refusing(), pool, RouterConfig((), ("http://d",), probe_interval_s=NEVER_S))
+    with still_asking(prober, FLEET[0]):
+        prober._begin_some()
+        assert prober._schedule.next_s < math.inf
+
+
+async def test_however_many_are_found_down_all_are_hurried_once_in_an_interval():
+    pool = InstancePool((), Metrics())
+    for instance in FLEET[:8]:
+        pool.add(instance, Origin.REGISTERED, NEVER_S)
+    pool.probe_requests.take()
+    prober = probes.Prober(Refusing(), pool, RouterConfig((), ("http://d",), probe_interval_s=NEVER_S))
+    with still_asking(prober):
+        for _ in range(2):
+            pool.probe_requests.add_all()
+            prober._begin_some()
+            assert list(prober._under_way) == FLEET[:8]
+            # Only of a second round would they have a time again.
+            assert prober._schedule.next_s == math.inf
+
+
 async def test_of_many_that_are_new_only_some_are_asked_in_a_turn(monkeypatch):
     monkeypatch.setattr(probes, "TURN_S", NEVER_S)
     http = Refusing()
@@ -103,13 +146,9 @@ async def test_those_that_are_still_asked_take_nobodys_turn():
     for instance in (*hanging, *others):
         pool.add(instance, Origin.REGISTERED, NEVER_S)
     prober = probes.Prober(Refusing(), pool, RouterConfig((), ("http://d",), probe_interval_s=NEVER_S))
-    asked = {instance: asyncio.create_task(asyncio.sleep(NEVER_S)) for instance in hanging}
-    prober._under_way = dict(asked)
-    prober._begin_some()
-    assert list(prober._under_way)[len(hanging) :] == others[: probes.PROBES_PER_TURN]
-    for task in prober._under_way.values():
-        task.cancel()
-    await asyncio.gather(*prober._under_way.values(), return_exceptions=True)
+    with still_asking(prober, *hanging):
+        prober._begin_some()
+        assert list(prober._under_way)[len(hanging) :] == others[: probes.PROBES_PER_TURN]
 
 
 async def test_a_storm_of_registrations_asks_each_instance_once(monkeypatch):

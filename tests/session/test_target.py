@@ -467,6 +467,17 @@ def test_a_read_that_is_valid_waits_for_the_others_as_long_as_they_get_on():
         assert not _fails(target, AnswerArrived(second, m.Queued("q1")), now)
 
 
+def test_a_source_that_has_said_all_is_not_idle_while_others_are_waited_for():
+    """To forget it would end the fetch."""
+    target, (first, second) = session(timing=replace(TIMING, idle_peer_s=5.0)), PEERS
+    greet(target)
+    play(target, [(1, AnswerArrived(first, GRANT), [Post]), (2, TicketEnded(ReadKey("q1", first), ""), [Send])])
+    play(target, [(3, AnswerArrived(first, m.Valid("q1")), [])])
+    for now in range(4, 20):
+        assert not _fails(target, AnswerArrived(second, m.Queued("q1")), now)
+        assert Disconnect(first) not in target.handle(Tick(), now + 0.5)
+
+
 def _fails(target, event, now):
     return any(isinstance(each, FetchFailed) for step in (event, Tick()) for each in target.handle(step, float(now)))
 
