@@ -15,6 +15,7 @@ from kvferry.cli.bench.command import app as bench
 from kvferry.cli.console import flush_or_discard, print_error
 from kvferry.cli.doctor.command import doctor
 from kvferry.cli.plan.command import plan
+from kvferry.cli.qualify.command import qualify
 from kvferry.cli.route.command import route
 from kvferry.cli.serve.command import serve
 from kvferry.cli.simulate.command import app as simulate
@@ -39,6 +40,7 @@ app.command()(route)
 app.command()(top)
 app.command()(plan)
 app.command()(doctor)
+app.command()(qualify)
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +13,36 @@ from numpy.typing import NDArray
 
 from kvferry.plan.programs.tiles import Tile
 from kvferry.staging.device.kernels import copy_tile
-from kvferry.staging.device.launches import launch_of
+from kvferry.staging.device.launches import Launch, launch_of
 
 # Copies take milliseconds; a device that is stuck may never do them.
 FINISH_S = 2.0
 POLL_S = 0.001
+
+
+class Index(NamedTuple):
+    """What a device is told of tiles: how to go over each, and all their columns, `here` and `there`."""
+
+    launches: tuple[Launch, ...]
+    sizes: tuple[int, ...]
+    here: torch.Tensor
+    there: torch.Tensor
+
+    @classmethod
+    def of(cls, tiles: Sequence[Tile], device: torch.device) -> Index:
+        """On its way to the device. It must stay until the copies are done."""
+        parts = [_even(tile.columns()) for tile in tiles]
+        here = torch.from_numpy(np.concatenate(parts))
+        if device.type != "cpu":
+            # Only from pinned memory does an upload not stop the thread.
+            here = here.pin_memory()
+        there = here.to(device, non_blocking=True)
+        return cls(tuple(map(launch_of, tiles)), tuple(map(len, parts)), here, there)
+
+    def copy(self) -> None:
+        """Queue the copies on the current stream. Raises what a compiler or driver does, which may be anything."""
+        for part, launch in zip(torch.split(self.there, self.sizes), self.launches, strict=True):
+            copy_tile(part, launch)
 
 
 class SideStream:
@@ -37,23 +62,19 @@ class SideStream:
 
     def launch(self, tiles: Sequence[Tile]) -> Callable[[], bool]:
         """See `Launcher`."""
-        launches = [launch_of(tile) for tile in tiles]
-        parts = [_even(tile.columns()) for tile in tiles]
         done, failures = self._module.Event(), list[Exception]()
         with self._selected(), self._module.stream(self._stream):
-            here = self._pinned(torch.from_numpy(np.concatenate(parts)))
-            columns = here.to(self._device, non_blocking=True)
+            index = Index.of(tiles, self._device)
             try:
-                for part, launch in zip(torch.split(columns, [len(part) for part in parts]), launches, strict=True):
-                    copy_tile(part, launch)
+                index.copy()
             except Exception as error:  # noqa: BLE001 - compilers raise anything
                 # The tiles before this one are under way: nothing has ended before they have.
                 failures.append(error)
             done.record(self._stream)
 
         def is_done() -> bool:
-            # This closure keeps the columns alive on both sides: the kernel and the upload read them until then.
-            is_over = bool(len(here) == len(columns) and done.query())
+            # This closure keeps the index alive on both sides: the kernel and the upload read it until then.
+            is_over = bool(len(index.here) == len(index.there) and done.query())
             for error in failures if is_over else ():
                 raise error
             return is_over
@@ -72,10 +93,6 @@ class SideStream:
         """The device is the calling thread's meanwhile. Else torch would put back, with the stream before, a thread's
         first device, and to select one that the process does not use takes half a GiB of it from its engine."""
         return nullcontext() if self._device.type == "cpu" else self._module.device(self._device)
-
-    def _pinned(self, columns: torch.Tensor) -> torch.Tensor:
-        """Only from pinned memory does an upload not stop the thread."""
-        return columns if self._device.type == "cpu" else columns.pin_memory()
 
 
 def _even(columns: NDArray[np.int64]) -> NDArray[np.int64]:

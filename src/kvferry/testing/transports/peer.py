@@ -1,8 +1,8 @@
 """A peer in a process of its own, for tests and benchmarks of transports.
 
-`python -m kvferry.testing.transports.peer NAME SIZE_BYTES SEED HOST` registers memory filled with the probe pattern,
-prints one line of JSON that says how to reach it, and serves until its standard input ends. A line `digest` on standard
-input is answered with the digest of the memory.
+`python -m kvferry.testing.transports.peer NAME SIZE_BYTES SEED HOST DEVICE NUMBER` registers memory of a device, or of
+the host, filled with the probe pattern, prints one line of JSON that says how to reach it, and serves until its
+standard input ends. A line `digest` on standard input is answered with the digest of the memory.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import numpy as np
 
 from kvferry.errors import ConfigurationError, TransportError
-from kvferry.transport.base import Transport
+from kvferry.transport.base import Memory, Transport
 from kvferry.transport.descriptors import host_here
+from kvferry.transport.memory_kind import HOST
 from kvferry.transport.registered_memory import View
 from kvferry.transport.registry import OPENERS
-from kvferry.transport.selection.probe import NUM_MARKS, Probe, allocation_bytes, fill_probe
+from kvferry.transport.selection.probe import NUM_MARKS, Probe, allocation_bytes, fill_probe, pattern
 from kvferry.transport.shm.transport import allocate_shared
 from kvferry.transport.tcp.transport import TcpTransport
 
@@ -53,10 +54,18 @@ class PeerProcess:
     """The other process. Use as a context manager; it is killed at the end."""
 
     def __init__(
-        self, transport: str, size_bytes: int, seed: int, prefix: Sequence[str] = (), host: str = "127.0.0.1"
+        self,
+        transport: str,
+        size_bytes: int,
+        seed: int,
+        prefix: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        device: tuple[str, int] = (HOST, 0),
     ) -> None:
-        """`prefix` is a command that runs another one, such as one that gives it namespaces of its own."""
-        command = [*prefix, sys.executable, "-m", __name__, transport, str(size_bytes), str(seed), host]
+        """`prefix` is a command that runs another one, such as one that gives it namespaces of its own. `device` is the
+        one whose memory it is, and its number."""
+        words = [transport, *map(str, (size_bytes, seed, host, *device))]
+        command = [*prefix, sys.executable, "-m", __name__, *words]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         try:
             said = json.loads(self._line())
@@ -101,21 +110,42 @@ class PeerProcess:
 def main(arguments: list[str]) -> None:
     """Serve until standard input ends."""
     name, size_bytes, seed, host = arguments[0], int(arguments[1]), int(arguments[2]), arguments[3]
-    shared = allocate_shared(allocation_bytes(size_bytes), "kvferry-peer")
-    view = np.frombuffer(shared.buffer, np.uint8)[:size_bytes]
-    fill_probe(view, seed)
+    device, number = arguments[4], int(arguments[5])
+    memory, contents = _in_host(size_bytes, seed) if device == HOST else _on_device(size_bytes, seed, device, number)
     transport = make_transport(name, host)
-    transport.register(shared.memory)
+    transport.register(memory)
     descriptor = base64.b64encode(transport.descriptor()).decode()
-    _say({"descriptor": descriptor, "address": shared.memory.address, "host": host_here()})
+    _say({"descriptor": descriptor, "address": memory.address, "host": host_here()})
     interval_s = transport.progress_interval_s
     while True:
         while not select.select([sys.stdin], [], [], 1.0 if math.isinf(interval_s) else interval_s)[0]:
             transport.poll()
         if sys.stdin.readline().strip() != "digest":
             break
-        _say({"digest": digest(view)})
+        _say({"digest": digest(contents())})
     transport.close()
+
+
+def _in_host(size_bytes: int, seed: int) -> tuple[Memory, Callable[[], View]]:
+    """The memory of a probe, and what is in it."""
+    shared = allocate_shared(allocation_bytes(size_bytes), "kvferry-peer")
+    view = np.frombuffer(shared.buffer, np.uint8)[:size_bytes]
+    fill_probe(view, seed)
+    return shared.memory, lambda: view
+
+
+def _on_device(size_bytes: int, seed: int, device: str, number: int) -> tuple[Memory, Callable[[], View]]:
+    """The same, of a device that torch knows."""
+    import torch
+
+    from kvferry.qualify.torch_device import TorchDevice
+
+    there = TorchDevice(device, number)
+    tensor = there.empty(allocation_bytes(size_bytes))
+    tensor[:size_bytes].copy_(torch.from_numpy(pattern(size_bytes, seed)))
+    there.wait()
+    memory = Memory(tensor.data_ptr(), len(tensor), -1, device, number)
+    return memory, lambda: tensor[:size_bytes].cpu().numpy()
 
 
 def _say(message: dict[str, object]) -> None:

@@ -1,0 +1,1 @@
+"""`kvferry qualify`: whether this machine's devices are fit for transfers, in one command."""

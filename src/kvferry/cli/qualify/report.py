@@ -1,0 +1,106 @@
+"""`kvferry qualify`: the verdict, a table, JSON, and a page that people can send."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvferry import __version__
+from kvferry.cli import console
+from kvferry.cli.qualify.checks import CHECKS, Check
+from kvferry.cli.qualify.command import QualifyOptions
+from kvferry.cli.qualify.run import outcomes
+from kvferry.errors import ConfigurationError
+from kvferry.qualify.outcome import Result
+from kvferry.qualify.page import page
+from kvferry.qualify.privacy import without_names
+from kvferry.qualify.verdict import Report, report_of
+from kvferry.staging.device.table import devices, load_devices
+from kvferry.transport.machine.hardware import accelerators
+from kvferry.transport.memory_kind import HOST
+
+EXIT_CODES: Final = {Result.PASSED: 0, Result.SKIPPED: 0, Result.SLOW: 1, Result.FAILED: 2}
+STYLES: Final = {Result.PASSED: "green", Result.SLOW: "yellow", Result.FAILED: "bold red", Result.SKIPPED: "dim"}
+
+
+def qualify(options: QualifyOptions) -> int:
+    """Run the checks, print what came of them, write the page; the exit code. Raises ConfigurationError for options
+    that make no sense, before anything is run."""
+    kind, checks = _kind(options.device), _checks(options.only)
+    file = console.page_file(options.page)
+    console.say(f"checking {f'{kind} devices' if kind != HOST else 'memory of the host: no accelerator is here'}")
+    began = time.monotonic()
+    found = list(outcomes(checks, kind, console.say))
+    report = without_names(report_of(__version__, kind, found, time.monotonic() - began), _names())
+    if options.as_json:
+        console.data(as_json(report))
+    else:
+        show(report, Console(markup=False, highlight=False))
+    if file is not None:
+        console.write_page(file, page(report))
+    return EXIT_CODES[report.result]
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """What `--json` prints."""
+    told: dict[str, Any] = msgspec.to_builtins(report)
+    return told
+
+
+def show(report: Report, out: Console) -> None:
+    """The verdict between its reasons and its figures."""
+    table = Table(title="Checks", title_justify="left")
+    for name in ("check", "result", "what was seen"):
+        table.add_column(name, overflow="fold")
+    for outcome in report.outcomes:
+        table.add_row(outcome.check, outcome.result, outcome.words, style=STYLES[outcome.result])
+    out.print(table)
+    if any(outcome.figures for outcome in report.outcomes):
+        out.print(_figures(report))
+    out.print(report.verdict, style=STYLES[report.result], soft_wrap=True)
+
+
+def _figures(report: Report) -> Table:
+    table = Table(title="Figures", title_justify="left")
+    table.add_column("")
+    for name in ("GB/s", "share", "expected"):
+        table.add_column(name, justify="right")
+    for outcome in report.outcomes:
+        for figure in outcome.figures:
+            table.add_row(*figure.cells, style="yellow" if figure.is_slow else "")
+    return table
+
+
+def _kind(wanted: str) -> str:
+    """The device to check: the first on the bus that kvferry knows, unless one is asked for."""
+    load_devices()
+    if wanted:
+        if wanted not in devices():
+            raise ConfigurationError("unknown device", found=wanted, expected=" or ".join(devices()))
+        return wanted
+    return next((each.kind for each in accelerators() if each.kind in devices()), HOST)
+
+
+def _checks(only: Sequence[str]) -> tuple[Check, ...]:
+    """The first says what the machine is, which every report needs."""
+    names = [check.name for check in CHECKS]
+    if unknown := [name for name in only if name not in names]:
+        raise ConfigurationError("no such check", found=", ".join(unknown), expected=", ".join(names))
+    return tuple(check for at, check in enumerate(CHECKS) if not only or check.name in only or at == 0)
+
+
+def _names() -> tuple[str, ...]:
+    """What this host and its user are called."""
+    host = socket.gethostname()
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = ""
+    return tuple(dict.fromkeys((host, socket.getfqdn(), host.partition(".")[0], user)))

@@ -1,0 +1,63 @@
+"""Whether requests are answered, and rightly, while the prefill engine is dead and after it has come back."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from typing import Final
+
+from kvferry.cli.qualify.engines import fleet_on
+from kvferry.cli.up.fleet import Fleet
+from kvferry.cli.up.output_check import Answer, Question, ask
+from kvferry.errors import TransportError
+from kvferry.qualify.outcome import Outcome, failed, passed
+
+NAME: Final = "restart"
+PROMPT: Final = list(range(10, 300))
+NUM_TOKENS: Final = 16
+KILLED: Final = "prefill-0"
+KILL_S: Final = 30.0
+
+
+def run(kind: str) -> Outcome:
+    """Raises what `fleet_on` and `check` do."""
+    with fleet_on(kind) as fleet:
+        return check(fleet)
+
+
+def check(fleet: Fleet) -> Outcome:
+    """Kill the prefill engine as nobody can prepare for, ask, start it again, ask. Raises RequestError when an answer
+    does not come."""
+    before = _asked(fleet, "before")
+    if not _is_moved(before):
+        return failed(NAME, "nothing was moved to begin with: the decode engine computed the prompt")
+    _kill(fleet.pids[KILLED])
+    while_dead = _asked(fleet, "dead")
+    fleet.restart_exited()
+    again = [_asked(fleet, f"again-{number}") for number in range(3)]
+    answers = {"while it was dead": while_dead, **{f"after its restart ({at})": each for at, each in enumerate(again)}}
+    if wrong := [when for when, each in answers.items() if each.token_ids != before.token_ids]:
+        return failed(NAME, f"other tokens {' and '.join(wrong)}")
+    if not any(map(_is_moved, again)):
+        return failed(NAME, "the prefill engine is back, but nothing is moved from it")
+    return passed(NAME, "kill -9 of the prefill engine: equal tokens while it was dead, and moved again afterwards")
+
+
+def _kill(pid: int) -> None:
+    """To its end. Raises TransportError when the system does not end it."""
+    process = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        if not select.select([process], [], [], KILL_S)[0]:
+            raise TransportError("the system does not end a process that was killed", expected=f"within {KILL_S:g} s")
+    finally:
+        os.close(process)
+
+
+def _asked(fleet: Fleet, salt: str) -> Answer:
+    return ask(fleet.url, Question(fleet.model, PROMPT, NUM_TOKENS, f"kvferry-{salt}"), lambda _: None)
+
+
+def _is_moved(answer: Answer) -> bool:
+    return bool(answer.report.get("tokens_received"))

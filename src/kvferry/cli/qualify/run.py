@@ -1,0 +1,90 @@
+"""Runs checks one after another, each in a process of its own that is ended when it takes too long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvferry.cli.qualify.checks import Check
+from kvferry.qualify.outcome import Outcome, Result, failed, skipped
+
+TOTAL_S: Final = 600.0
+LEAST_S: Final = 5.0
+"""With less time than this left, nothing is begun any more."""
+STOP_S: Final = 10.0
+LAST_WORDS: Final = 300
+
+Tell = Callable[[str], None]
+
+
+def outcomes(checks: Sequence[Check], kind: str, tell: Tell, total_s: float = TOTAL_S) -> Iterator[Outcome]:
+    """Of all checks, within `total_s` altogether. Where the machine itself is not fit, nothing else is tried."""
+    deadline = time.monotonic() + total_s
+    unfit = ""
+    for number, check in enumerate(checks, 1):
+        tell(f"[{number}/{len(checks)}] {check.name} …")
+        left_s = deadline - time.monotonic()
+        if reason := unfit or check.not_for.get(kind, ""):
+            found = skipped(check.name, reason)
+        elif left_s < LEAST_S:
+            found = skipped(check.name, f"the {total_s / 60:g} minutes are over")
+        else:
+            found = _timed(check, kind, min(check.limit_s, left_s))
+        if check is checks[0] and found.result is Result.FAILED:
+            unfit = f"{check.name}: {found.words}"
+        tell(f"    {found.result}: {found.words}")
+        yield found
+
+
+def _timed(check: Check, kind: str, limit_s: float) -> Outcome:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvferry-qualify-") as folder:
+        found = _run(check, kind, limit_s, Path(folder))
+    return msgspec.structs.replace(found, check=check.name, seconds=round(time.monotonic() - began, 1))
+
+
+def _run(check: Check, kind: str, limit_s: float, folder: Path) -> Outcome:
+    told, log = folder / "outcome.json", folder / "log"
+    command = [sys.executable, "-m", "kvferry.cli.qualify.one_check", check.module, kind, str(told)]
+    with log.open("wb") as output:
+        # A group of its own, with whatever the check starts.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return failed(check.name, f"it has not ended within {limit_s:.0f} s: does the device hang?")
+        finally:
+            _end(process)
+    if told.exists():
+        return msgspec.json.decode(told.read_bytes(), type=Outcome)
+    return failed(check.name, f"its process has ended ({_ending(process.returncode)}): {_last_words(log)}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Everything that the check has started, too."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    # What hangs inside a driver is not ended by anything; it is left behind.
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+
+
+def _ending(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _last_words(log: Path) -> str:
+    text = " ".join(log.read_text(encoding="utf-8", errors="replace").split())
+    return text[-LAST_WORDS:] or "without a word"

@@ -1,0 +1,100 @@
+"""How fast the device gathers and scatters, beside its copy engine and a copy within its own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.tiles import Tile
+from kvferry.qualify.expected import TOLERANCE, expected_of
+from kvferry.qualify.outcome import Figure, Outcome, failed, passed
+from kvferry.qualify.rows import rows
+from kvferry.qualify.torch_device import TorchDevice
+from kvferry.staging.device.patterns import tiles_of
+
+NAME: Final = "copy rates"
+TOTAL_BYTES: Final = 1 << 30
+ROW_BYTES: Final = (256, 4096)
+REPEATS: Final = 9
+PINNED, OWN = "a pinned copy", "a copy on the device"
+
+
+class _Way(NamedTuple):
+    """Rows between a cache, at every second place of it, and dense memory."""
+
+    name: str
+    cache: torch.Tensor
+    dense: torch.Tensor
+    gathers: bool
+    of: str
+    expected: float
+
+    @property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.cache, self.dense) if self.gathers else (self.dense, self.cache)
+
+    def copies(self, row_bytes: int) -> Copies:
+        number = np.arange(len(self.dense) // row_bytes)
+        sparse, dense = number * 2 * row_bytes, number * row_bytes
+        places = (sparse, dense) if self.gathers else (dense, sparse)
+        return rows(*self.ends, np.stack([*places, np.full(len(number), row_bytes)], axis=1))
+
+    def is_right(self, row_bytes: int) -> bool:
+        return torch.equal(
+            self.cache.view(-1, 2, row_bytes)[:, 0], self.dense.to(self.cache.device).view(-1, row_bytes)
+        )
+
+
+def run(kind: str) -> Outcome:
+    """Raises ModuleNotFoundError without Triton."""
+    return check(TorchDevice(kind))
+
+
+def check(device: TorchDevice) -> Outcome:
+    """Every figure is of bytes that were compared."""
+    total = min(TOTAL_BYTES, device.free_bytes // 6) // ROW_BYTES[-1] * ROW_BYTES[-1]
+    figures = []
+    for way in _ways(device, total):
+        for row_bytes in ROW_BYTES:
+            way.ends[0].copy_(torch.randint(0, 256, (len(way.ends[0]),), dtype=torch.uint8, device=way.ends[0].device))
+            device.wait()
+            tiles = tiles_of(way.copies(row_bytes))
+            device.copy(tiles)
+            if not way.is_right(row_bytes):
+                return failed(NAME, f"{way.name}, rows of {row_bytes} bytes: wrong bytes")
+            figures.append(_figure(device, way, row_bytes, tiles))
+    return passed(NAME, f"{total >> 20:,} MiB in rows of {' and '.join(map(str, ROW_BYTES))} bytes", tuple(figures))
+
+
+def _ways(device: TorchDevice, total: int) -> tuple[_Way, ...]:
+    cache, here, host = device.empty(2 * total), device.empty(total), device.pinned(total)
+    expected = expected_of(device.kind)
+    return (
+        _Way("gather to the host", cache, host, True, PINNED, expected.gather),
+        _Way("scatter from the host", cache, host, False, PINNED, expected.scatter),
+        _Way("gather on the device", cache, here, True, OWN, expected.on_device),
+    )
+
+
+def _figure(device: TorchDevice, way: _Way, row_bytes: int, tiles: Sequence[Tile]) -> Figure:
+    source, target = way.ends
+    num_bytes = len(way.dense)
+    taken = device.seconds(
+        {
+            "limit": lambda: target[:num_bytes].copy_(source[:num_bytes], non_blocking=True),
+            "rows": lambda: device.launch(tiles),
+        },
+        REPEATS,
+    )
+    return Figure(
+        name=f"{way.name}, rows of {row_bytes} bytes",
+        gigabytes_per_s=num_bytes / taken["rows"] / 1e9,
+        share=taken["limit"] / taken["rows"],
+        of=way.of,
+        expected=way.expected,
+        least=way.expected * TOLERANCE,
+    )

@@ -1,0 +1,59 @@
+"""Which transports move bytes between the host memory of two processes: what engines use for staging memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Final
+
+from kvferry.errors import FerryError
+from kvferry.plan.programs.copies import Direction
+from kvferry.qualify.outcome import Figure, Outcome, failed, passed
+from kvferry.testing.transports.peer import PeerProcess
+from kvferry.transport.base import Transport
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.memory_kind import HOST
+from kvferry.transport.registry import OPENERS
+from kvferry.transport.selection.measurement import Measurement
+from kvferry.transport.selection.probe import PROBE_BYTES
+from kvferry.transport.selection.self_test import measure
+from kvferry.transport.ucx.environment import prepare
+
+NAME: Final = "transports in host memory"
+SEED: Final = 7
+PEER: Final = "peer"
+WRONG: Final = "bytes are wrong"
+
+
+def run(kind: str) -> Outcome:
+    """Beside an engine on this kind of device."""
+    prepare(kind, HOST, Place.SAME_HOST)
+    return check(OPENERS)
+
+
+def check(openers: Mapping[str, Callable[[str], Transport]]) -> Outcome:
+    """The self-test of each, as engines do it. One that cannot be used is no failure while another can."""
+    found = [_tested(name, opener) for name, opener in openers.items()]
+    working = [each for each in found if not each.error]
+    unusable = [f"{each.name} does not work: {each.error}" for each in found if each.error]
+    if not working:
+        return failed(NAME, "; ".join(unusable))
+    if wrong := [text for text in unusable if WRONG in text]:
+        return failed(NAME, "; ".join(wrong))
+    figures = tuple(_figure(each, direction) for each in working for direction in Direction)
+    return passed(NAME, "; ".join([f"{len(working)} of {len(found)} move every byte", *unusable]), figures)
+
+
+def _tested(name: str, opener: Callable[[str], Transport]) -> Measurement:
+    try:
+        with closing(opener("127.0.0.1")) as transport, PeerProcess(name, PROBE_BYTES, SEED) as peer:
+            transport.connect(PEER, peer.descriptor)
+            return measure(transport, PEER, peer.probe)
+    except (FerryError, json.JSONDecodeError) as error:
+        return Measurement.failed(name, str(error))
+
+
+def _figure(found: Measurement, direction: Direction) -> Figure:
+    rate = found.likely_rates(direction).row_gigabytes_per_s
+    return Figure(f"{found.name}, {direction.name.lower()}, 4 KiB rows", rate)

@@ -1,0 +1,90 @@
+"""Whether copies of rows on the device leave every byte as their specification does, wherever and however long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.qualify.outcome import Outcome, failed, passed
+from kvferry.qualify.rows import copied, noise, rows
+from kvferry.qualify.torch_device import TorchDevice
+from kvferry.staging.device.patterns import tiles_of
+
+NAME = "kernels"
+UNITS = (1, 2, 4, 8, 16, 48, 256)
+"""Bytes of which all lengths, and all distances between rows, are multiples."""
+NUM_ROWS = 700
+# More than an offset of 32 bits reaches.
+FAR = 5 << 30
+
+
+def run(kind: str) -> Outcome:
+    """Raises ModuleNotFoundError without Triton."""
+    return check(TorchDevice(kind))
+
+
+def check(device: TorchDevice) -> Outcome:
+    """Rows of every alignment between the device, and pinned memory of the host, in all directions; and far apart."""
+    dice, num_rows = np.random.default_rng(3), 0
+    for unit in UNITS:
+        for what, places in (("equal rows", _equal(unit, dice)), ("uneven rows", _uneven(unit, dice))):
+            for direction, here, there in _ends(device, places):
+                if wrong := _num_wrong(device, here, there, places):
+                    return failed(NAME, f"{wrong:,} bytes are wrong: {what} of {unit} bytes, {direction}")
+                num_rows += len(places)
+    words = f"{num_rows:,} rows of {len(UNITS)} alignments are right, and nothing beside them has changed"
+    if device.free_bytes < FAR + (1 << 30):
+        return passed(NAME, f"{words}; beyond 4 GiB it was not tried: so much memory is not free")
+    if wrong := _num_wrong_far(device):
+        return failed(NAME, f"{wrong:,} bytes are wrong where rows lie more than 4 GiB apart")
+    return passed(NAME, f"{words}, also beyond 4 GiB")
+
+
+def _equal(unit: int, dice: np.random.Generator) -> NDArray[np.int64]:
+    """Three units of every four, from anywhere to anywhere."""
+    source, target = dice.permutation(NUM_ROWS), dice.permutation(NUM_ROWS)
+    return np.stack([4 * unit * source, 4 * unit * target, np.full(NUM_ROWS, 3 * unit)], axis=1)
+
+
+def _uneven(unit: int, dice: np.random.Generator) -> NDArray[np.int64]:
+    """Of one to sixty units, one after another at the source, in any order and with gaps at the target."""
+    length = dice.integers(1, 61, NUM_ROWS) * unit
+    order = dice.permutation(NUM_ROWS)
+    gap = dice.integers(0, 3, NUM_ROWS) * unit
+    target = np.empty(NUM_ROWS, np.int64)
+    target[order] = np.cumsum((length + gap)[order]) - length[order]
+    return np.stack([np.cumsum(length) - length, target, length], axis=1)
+
+
+def _ends(device: TorchDevice, places: NDArray[np.int64]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    source_bytes, target_bytes = (int((places[:, end] + places[:, 2]).max()) for end in (0, 1))
+    yield "within the device", device.empty(source_bytes), device.empty(target_bytes)
+    yield "from the device to the host", device.empty(source_bytes), device.pinned(target_bytes)
+    yield "from the host to the device", device.pinned(source_bytes), device.empty(target_bytes)
+
+
+def _num_wrong(device: TorchDevice, source: torch.Tensor, target: torch.Tensor, places: NDArray[np.int64]) -> int:
+    source.copy_(noise(len(source)))
+    target.copy_(before := noise(len(target), seed=5))
+    device.wait()
+    device.copy(tiles_of(rows(source, target, places)))
+    return int((target.cpu() != copied(source.cpu(), before, places)).sum())
+
+
+def _num_wrong_far(device: TorchDevice) -> int:
+    """From below 4 GiB to above, and back."""
+    memory, length = device.empty(FAR + 4096), 64
+    near, far = memory[:4096], memory[FAR:]
+    near.copy_(before := noise(4096))
+    far.zero_()
+    device.wait()
+    out = np.array([[0, FAR, length], [128, FAR + 128, length]])
+    back = np.array([[FAR, 1024, length], [FAR + 128, 2048, length]])
+    for places in (out, back):
+        device.copy(tiles_of(rows(memory, memory, places)))
+    expected = copied(before, torch.zeros(4096, dtype=torch.uint8), out - [0, FAR, 0])
+    returned = copied(before, before, np.array([[0, 1024, length], [128, 2048, length]]))
+    return int((far.cpu() != expected).sum() + (near.cpu() != returned).sum())

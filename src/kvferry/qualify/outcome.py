@@ -1,0 +1,71 @@
+"""What came of one check: whether it passed, figures beside what is expected of them, and the reason. Pure."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Result(StrEnum):
+    """`slow`: all bytes are right, but a figure lies below what is expected."""
+
+    PASSED = "passed"
+    SLOW = "slow"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One thing that was measured. `share` is that of a limit, which `of` names; below `least` it counts as slow, and
+    `expected` is what others have measured. 0 stands for no limit, and for no expectation."""
+
+    name: str
+    gigabytes_per_s: float
+    share: float = 0.0
+    of: str = ""
+    expected: float = 0.0
+    least: float = 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        return self.share < self.least
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """In words: name, rate, share of what, and what is expected."""
+        share = f"{self.share:.0%} of {self.of}" if self.of else ""
+        return self.name, f"{self.gigabytes_per_s:.2f}", share, f"{self.expected:.0%}" if self.expected else ""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Of the check called `check`. `words` says what was seen, why it failed, or why it was skipped; `facts` are names
+    and values."""
+
+    check: str
+    result: Result
+    words: str
+    figures: tuple[Figure, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    seconds: float = 0.0
+
+
+def passed(
+    check: str, words: str, figures: tuple[Figure, ...] = (), facts: tuple[tuple[str, str], ...] = ()
+) -> Outcome:
+    """Slow, if a figure is."""
+    slow = [figure for figure in figures if figure.is_slow]
+    if slow:
+        told = "; ".join(f"{each.name}: {each.share:.0%} of {each.of}, expected {each.expected:.0%}" for each in slow)
+        return Outcome(check, Result.SLOW, f"{words}; slower than expected: {told}", figures, facts)
+    return Outcome(check, Result.PASSED, words, figures, facts)
+
+
+def failed(check: str, words: str) -> Outcome:
+    """What is wrong."""
+    return Outcome(check, Result.FAILED, words)
+
+
+def skipped(check: str, words: str) -> Outcome:
+    """Why it cannot be checked here."""
+    return Outcome(check, Result.SKIPPED, words)

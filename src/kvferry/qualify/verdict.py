@@ -1,0 +1,59 @@
+"""What all outcomes mean, in plain words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from kvferry.qualify.outcome import Outcome, Result
+
+FORMAT: Final = 1
+"""Of the JSON. It changes when a field does."""
+ACCELERATORS: Final = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "Intel XPU", "tpu": "TPU"}
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that is told of one machine. `device` is the kind that was checked."""
+
+    format: int
+    kvferry: str
+    device: str
+    verdict: str
+    result: Result
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+
+
+def report_of(version: str, device: str, outcomes: Sequence[Outcome], seconds: float) -> Report:
+    """With the verdict."""
+    verdict = " ".join(_sentences(device, outcomes))
+    return Report(FORMAT, version, device, verdict, worst(outcomes), tuple(outcomes), round(seconds, 1))
+
+
+def worst(outcomes: Sequence[Outcome]) -> Result:
+    """Failed before slow before passed; skipped if nothing was checked."""
+    found = {outcome.result for outcome in outcomes}
+    return next((result for result in (Result.FAILED, Result.SLOW, Result.PASSED) if result in found), Result.SKIPPED)
+
+
+def _sentences(device: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    by_result = {result: [each.check for each in outcomes if each.result is result] for result in Result}
+    where = f"this machine's {ACCELERATORS[device]} devices" if device in ACCELERATORS else "this machine's host memory"
+    if failures := by_result[Result.FAILED]:
+        yield f"Do not use kvferry with {where} as they are set up: {_listed(failures)} failed."
+    elif slow := by_result[Result.SLOW]:
+        yield f"kvferry is right with {where}, but slower than it should be: {_listed(slow)}."
+    elif by_result[Result.PASSED]:
+        yield f"kvferry is right with {where}, and as fast as is expected."
+    else:
+        yield "Nothing could be checked here."
+    if device not in ACCELERATORS:
+        yield "No accelerator was checked: this says nothing of devices."
+    if left_out := by_result[Result.SKIPPED]:
+        yield f"Not checked: {_listed(left_out)}; the reasons are below."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
