@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from kvferry.agent.memory.arena import Arena, host_arena
 from kvferry.errors import ConfigurationError
 from kvferry.extras import missing_extra
 from kvferry.plan.description.layout import Layout
-from kvferry.staging.device.arena import DeviceArena
+from kvferry.staging.device.arena import device_arena, pinned_arena
 from kvferry.staging.device.mover import DeviceMover, Launcher
 from kvferry.staging.device.pinned import CudaRuntime, pinned
 from kvferry.staging.device.table import StagingMemory, check_pair, check_staging, load_devices
@@ -46,8 +47,7 @@ class CacheDevice:
         def mover(near: Sequence[Memory], notify: Callable[[], None]) -> DeviceMover:
             known = dict.fromkeys((*on_device, *near))
             pieces = Regions.of([(memory.address, memory.size_bytes) for memory in known])
-            in_host = [memory for memory in near if memory.device == HOST]
-            return DeviceMover(stream, pieces, [pinned(CudaRuntime(self.device), in_host)])
+            return DeviceMover(stream, pieces, [self._pinned(near)])
 
         registered = on_device if self.buffer_device == self.name else ()
         return Cache(layouts, registered, mover, self._arena, self.name, self.buffer_device)
@@ -62,9 +62,17 @@ class CacheDevice:
         event.record(module.current_stream(self.device))
         return partial(_is_done, event)
 
+    def _pinned(self, near: Sequence[Memory]) -> ExitStack:
+        """Memory of the host, for as long as the mover lives, unless it was allocated pinned."""
+        if self.device.type != "cuda":
+            return ExitStack()
+        return pinned(CudaRuntime(self.device), [memory for memory in near if memory.device == HOST])
+
     def _arena(self, num_bytes: int) -> Arena:
         if self.staging is StagingMemory.DEVICE:
-            return DeviceArena(num_bytes, self.device, self.name)
+            return device_arena(num_bytes, self.device, self.name)
+        if self.device.type != "cuda":
+            return pinned_arena(num_bytes, self.device)
         return host_arena(num_bytes)
 
 
@@ -93,11 +101,11 @@ def cache_device(device: torch.device, buffer_device: str, staging: StagingMemor
     load_devices()
     check_pair(name, wanted)
     check_staging(name, wanted, staging)
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda", "xpu"):
         raise ConfigurationError(
             f"caches on {name} cannot be reached yet",
             found=f"caches on {device}",
-            expected="a CPU, a CUDA device or a ROCm device",
-            hint="kvferry cannot pin staging memory for this device",
+            expected="a CPU, or a CUDA, ROCm or XPU device",
+            hint="nothing here copies on this device",
         )
     return CacheDevice(device, name, wanted, staging)

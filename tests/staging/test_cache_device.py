@@ -19,7 +19,13 @@ from kvferry.transport.base import Memory
 
 @pytest.mark.parametrize(
     ("device", "wanted", "found"),
-    [("cpu", "cpu", "cpu"), ("cuda:1", "cuda", "cuda"), ("cuda:1", "cpu", "cpu")],
+    [
+        ("cpu", "cpu", "cpu"),
+        ("cuda:1", "cuda", "cuda"),
+        ("cuda:1", "cpu", "cpu"),
+        ("xpu:1", "xpu", "xpu"),
+        ("xpu:1", "cpu", "cpu"),
+    ],
 )
 def test_the_buffer_device_of_a_device(device, wanted, found):
     chosen = cache_device(torch.device(device), wanted)
@@ -31,7 +37,9 @@ def test_rocm_is_what_torch_calls_cuda(monkeypatch):
     assert cache_device(torch.device("cuda:0"), "cuda").buffer_device == "rocm"
 
 
-@pytest.mark.parametrize(("device", "wanted"), [("cpu", "cuda"), ("cuda:0", "xpu"), ("xpu:0", "xpu"), ("meta", "cpu")])
+@pytest.mark.parametrize(
+    ("device", "wanted"), [("cpu", "cuda"), ("cuda:0", "xpu"), ("xpu:0", "cuda"), ("meta", "cpu"), ("mps", "cpu")]
+)
 def test_what_does_not_go_together_is_refused(device, wanted):
     with pytest.raises(ConfigurationError):
         cache_device(torch.device(device), wanted)
@@ -110,12 +118,11 @@ def test_staging_memory_of_the_host_is_pinned_while_the_mover_lives(launched, wa
 def test_staging_memory_of_the_device_is_not_pinned(launched, monkeypatch):
     made = []
 
-    class Arena:
-        def __init__(self, num_bytes, device, name):
-            made.append((num_bytes, str(device), name))
-            self.memory = Memory(1 << 42, num_bytes, -1, name, device.index)
+    def arena_on(device, num_bytes, name):
+        made.append((num_bytes, str(device), name))
+        return SimpleNamespace(memory=Memory(1 << 42, num_bytes, -1, name, device.index))
 
-    monkeypatch.setattr(module, "DeviceArena", Arena)
+    monkeypatch.setattr(module, "device_arena", lambda num_bytes, device, name: arena_on(device, num_bytes, name))
     cache = cache_of("cuda", StagingMemory.DEVICE)
     arena = cache.arena(1 << 16)
     assert made == [(1 << 16, "cuda:1", "cuda")]
@@ -125,6 +132,22 @@ def test_staging_memory_of_the_device_is_not_pinned(launched, monkeypatch):
     mover.start("elsewhere", copies(1 << 42, 1 << 43))
     assert {moved.key: bool(moved.error) for moved in mover.poll()} == {"scatter": False, "elsewhere": True}
     mover.close()
+
+
+def test_staging_memory_for_an_xpu_is_allocated_pinned(launched, monkeypatch):
+    """Its driver pins nothing that others have allocated."""
+    monkeypatch.setattr(module, "_launcher", lambda device: SimpleNamespace(launch=lambda _: lambda: True, finish=id))
+    pinned = SimpleNamespace(memory=Memory(1 << 42, 1 << 16, -1))
+    monkeypatch.setattr(
+        module, "pinned_arena", lambda num_bytes, device: {(1 << 16, "xpu:1"): pinned}[num_bytes, str(device)]
+    )
+    cache = cache_device(torch.device("xpu:1"), "cpu").cache((), CACHES)
+    assert (cache.memories, cache.device, cache.buffer_device) == ((), "xpu", "cpu")
+    arena = cache.arena(1 << 16)
+    mover = cache.mover([arena.memory], lambda: None)
+    mover.start("gather", copies(1 << 40, arena.memory.address))
+    assert [moved.error for moved in mover.poll()] == [""]
+    assert Driver.pinned == {}
 
 
 def test_a_driver_that_refuses_to_pin_says_what_to_do(launched, monkeypatch):

@@ -16,7 +16,7 @@ from kvferry.agent.memory.arena import Arena
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.tiles import plain
-from kvferry.staging.device.arena import DeviceArena
+from kvferry.staging.device.arena import device_arena
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.device.patterns import tiles_of
 from kvferry.staging.device.pinned import CudaRuntime, pinned
@@ -91,7 +91,7 @@ def rig(request, where, side_streams) -> Iterator[Rig]:
     if request.param == "host" and where.type == "xpu":
         pytest.skip("nothing pins host memory for xpu yet")
     is_host = request.param == "host"
-    arena = allocate_shared(size_bytes, "kvferry-test") if is_host else DeviceArena(size_bytes, where, where.type)
+    arena = allocate_shared(size_bytes, "kvferry-test") if is_host else device_arena(size_bytes, where, where.type)
     made = Rig(where, side_streams, arena)
     yield made
     if where.type != "cpu":

@@ -106,7 +106,7 @@ def test_another_device_than_the_threads_is_selected_before_its_streams_are(reco
     where, selected = torch.device("meta", 3), []
     made_on = []
     monkeypatch.setattr(module, "Stream", lambda: made_on.append(module.selected))
-    monkeypatch.setattr(side_stream.SideStream, "_pinned", lambda self, columns: columns)
+    monkeypatch.setattr(side_stream, "_pinned", lambda columns, device: columns)
     stream = module.stream
     monkeypatch.setattr(module, "stream", lambda one: selected.append(module.selected) or stream(one))
     side_stream.SideStream(where).launch([tile_at(64)])

@@ -84,7 +84,7 @@ class ServeOptions:
     engine_id: Annotated[str, common(help="Unique name of this engine.")] = "engine-0"
     served_name: Annotated[str, cache(help="Model name in the API, if not the model's own.")] = ""
     dtype: Annotated[str, cache(help="Torch dtype, or auto for the model's own.")] = "auto"
-    device: Annotated[str, cache(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu"
+    device: Annotated[str, cache(help="Device that computes: cpu, cuda or xpu, with or without a number.")] = "cpu"
     block_tokens: Annotated[int, cache(min=4, help="Tokens per cache block.")] = 16
     num_blocks: Annotated[int, cache(min=1, help="Number of cache blocks.")] = 1024
     max_batch_tokens: Annotated[int, cache(min=1, help="Tokens per step; longer prompts are chunked.")] = 512

@@ -61,7 +61,7 @@ class UpOptions:
     seed: Annotated[int, output(min=0, max=2**31 - 1, help="Seed of the draws: the same one for both answers.")] = 0
     prefill_block_tokens: Annotated[int, cache(min=4, help="Tokens per block, prefill engines.")] = 16
     decode_block_tokens: Annotated[int, cache(min=4, help="Tokens per block, decode engines.")] = 16
-    device: Annotated[str, cache(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu"
+    device: Annotated[str, cache(help="Device that computes: cpu, cuda or xpu, with or without a number.")] = "cpu"
     cache_tokens: Annotated[int, cache(min=64, help="Cache size of each engine in tokens.")] = 16384
     place: PlaceOptions = field(default_factory=PlaceOptions)
     port: Annotated[int, common(min=0, max=65535, help="Port of the router; 0 picks a free one.")] = 8000

@@ -194,15 +194,18 @@ def _device(settings: Settings) -> CacheDevice:
     """Raises ConfigurationError for a device that torch does not know, does not have, or nothing here serves."""
     try:
         device = torch.device(settings.device)
-        is_here = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
+        num_here = 1 if device.type in ("cpu", "meta") else torch.get_device_module(device).device_count()
     except RuntimeError as error:
         raise ConfigurationError(
-            "unknown device", found=settings.device, expected="cpu, cuda or cuda:N", hint=_first_sentence(str(error))
+            "unknown device",
+            found=settings.device,
+            expected="cpu, or cuda or xpu, with or without a number",
+            hint=_first_sentence(str(error)),
         ) from None
-    if not is_here:
+    if (device.index or 0) >= num_here:
         raise ConfigurationError(
             "this device is not here",
-            found=f"{settings.device}, and {torch.cuda.device_count()} CUDA devices",
+            found=f"{settings.device}, and {num_here} {device.type.upper()} devices",
             expected="a device that torch has",
             hint="a build of torch for it and its driver; `kvferry doctor` lists devices",
         )

@@ -32,10 +32,7 @@ class Index(NamedTuple):
     def of(cls, tiles: Sequence[Tile], device: torch.device) -> Index:
         """On its way to the device. It must stay until the copies are done."""
         parts = [_even(tile.columns()) for tile in tiles]
-        here = torch.from_numpy(np.concatenate(parts))
-        if device.type != "cpu":
-            # Only from pinned memory does an upload not stop the thread.
-            here = here.pin_memory()
+        here = _pinned(torch.from_numpy(np.concatenate(parts)), device)
         there = here.to(device, non_blocking=True)
         return cls(tuple(map(launch_of, tiles)), tuple(map(len, parts)), here, there)
 
@@ -93,6 +90,11 @@ class SideStream:
         """The device is the calling thread's meanwhile. Else torch would put back, with the stream before, a thread's
         first device, and to select one that the process does not use takes half a GiB of it from its engine."""
         return nullcontext() if self._device.type == "cpu" else self._module.device(self._device)
+
+
+def _pinned(columns: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Only from pinned memory does an upload not stop the thread."""
+    return columns if device.type == "cpu" else columns.pin_memory()
 
 
 def _even(columns: NDArray[np.int64]) -> NDArray[np.int64]:
