@@ -14,7 +14,10 @@ from kvferry.qualify.verdict import Report
 
 PATH: Final = re.compile(r"(?<![\w.:/])(?:~|file:/{2})?/(?:[^\s/:;,'\"<>()\[\]]+/)+[^\s:;,'\"<>()\[\]]*")
 IPV4: Final = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?(?![\d.])")
-IPV6: Final = re.compile(r"(?<![\w:])\[?(?:[0-9a-f]{0,4}:){2,7}[0-9a-f]{0,4}\]?(?::\d+)?(?![\w:])", re.IGNORECASE)
+IPV6: Final = re.compile(
+    r"(?<![\w:])\[?(?:(?:[0-9a-f]{1,4}:)*:[0-9a-f:]*|(?:[0-9a-f]{1,4}:){3,7}[0-9a-f]{1,4})\]?(?::\d+)?(?![\w:])",
+    re.IGNORECASE,
+)
 MAC: Final = re.compile(r"(?<![\w:])(?:[0-9a-f]{2}:){5}[0-9a-f]{2}(?![\w:])", re.IGNORECASE)
 POINTER: Final = re.compile(r"0x[0-9a-f]{5,}", re.IGNORECASE)
 MIN_NAME: Final = 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -80,8 +80,10 @@ class FetchSource:
                 pipe.close()
 
     def _ask(self, what: msgspec.Struct) -> Any:
-        if self._process.stdin is not None:
-            self._process.stdin.write(msgspec.json.encode(what) + b"\n")
+        # One that has ended is told apart below.
+        with suppress(BrokenPipeError):
+            if self._process.stdin is not None:
+                self._process.stdin.write(msgspec.json.encode(what) + b"\n")
         return msgspec.json.decode(read_line(self._process, ANSWER_S))
 
 

@@ -1,0 +1,67 @@
+"""The checks of kernels and of their rates pass a device that is right, and find what is wrong with others."""
+
+from __future__ import annotations
+
+import pytest
+from stand_in_device import Shortened, Spilling, StandIn, ThirtyTwoBits
+
+from kvferry.qualify.checks import copy_rates, kernels
+from kvferry.qualify.outcome import Result
+
+
+def test_kernels_that_are_right_pass():
+    found = kernels.check(StandIn())
+    assert (found.result, found.words.endswith("also beyond 4 GiB")) == (Result.PASSED, True), found.words
+
+
+def test_without_the_memory_for_it_nothing_is_said_of_far_rows():
+    found = kernels.check(StandIn(free_bytes=1 << 30))
+    assert (found.result, "not tried: so much memory is not free" in found.words) == (Result.PASSED, True)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (Shortened, "equal rows of 1 bytes, within the device"),
+        (Spilling, "uneven rows of 1 bytes, within the device"),
+        (ThirtyTwoBits, "more than 4 GiB apart"),
+    ],
+)
+def test_kernels_that_are_wrong_fail(broken, words):
+    found = kernels.check(broken())
+    assert (found.result, words in found.words) == (Result.FAILED, True), found.words
+
+
+@pytest.fixture
+def little(monkeypatch):
+    monkeypatch.setattr(copy_rates, "TOTAL_BYTES", 1 << 16)
+
+
+def test_a_device_that_is_as_fast_as_expected_passes(little):
+    found = copy_rates.check(StandIn(limit=0.97, rows=1.0))
+    assert found.result is Result.PASSED, found.words
+    assert [figure.expected for figure in found.figures] == [0.97, 0.97, 0.93, 0.93, 0.94, 0.94]
+    assert {figure.share for figure in found.figures} == {0.97}
+
+
+def test_a_slow_device_is_called_slow_with_its_share_and_what_is_expected(little):
+    found = copy_rates.check(StandIn(limit=0.85, rows=1.0))
+    assert found.result is Result.SLOW
+    slow = {figure.name for figure in found.figures if figure.is_slow}
+    assert slow == {f"gather to the host, rows of {size} bytes" for size in (256, 4096)}
+    assert "gather to the host, rows of 256 bytes: 85% of a pinned copy, expected 97%" in found.words
+
+
+def test_wrong_bytes_have_no_rate(little):
+    class Late(StandIn):
+        def launch(self, tiles):
+            return None
+
+    found = copy_rates.check(Late())
+    assert (found.result, found.words) == (Result.FAILED, "gather to the host, rows of 256 bytes: wrong bytes")
+    assert found.figures == ()
+
+
+def test_rates_are_those_of_copies_that_were_made(little):
+    found = copy_rates.check(StandIn())
+    assert all(figure.gigabytes_per_s > 0 for figure in found.figures)

@@ -1,0 +1,234 @@
+"""The checks of transports, of what UCX is told, and of fetches, over real processes; and with what they must find."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from faulty_transport import Fault, FaultKind, FaultyTransport, ForwardingTransport
+
+from kvferry.errors import TransportError
+from kvferry.layout import attention
+from kvferry.qualify.checks import device_transports, fetches, host_transports, machine, ucx_settings
+from kvferry.qualify.fetching import engine_rank
+from kvferry.qualify.outcome import Result
+from kvferry.qualify.torch_device import TorchDevice
+from kvferry.transport.machine.facts import Accelerator, Nic, NicKind, Place, SystemFacts, UcxBuild
+from kvferry.transport.machine.process_limits import process_limits
+from kvferry.transport.registry import OPENERS
+
+CORE = frozenset({"self", "tcp", "sysv", "posix", "cma"})
+ZE = UcxBuild("the system", "/z", CORE | {"ze_copy", "ze_ipc"})
+IN_HOST = TorchDevice("cpu")
+
+
+def refused(host):
+    raise TransportError("not here")
+
+
+def flipping(opener, post=0):
+    return lambda host: FaultyTransport(opener(host), [Fault(post, FaultKind.FLIP, bit=12345)])
+
+
+def test_one_transport_that_works_is_enough():
+    found = host_transports.check({"tcp": OPENERS["tcp"], "shm": refused})
+    assert found.result is Result.PASSED
+    assert found.words == "1 of 2 move every byte; shm does not work: not here"
+    assert [figure.name for figure in found.figures] == ["tcp, read, 4 KiB rows", "tcp, write, 4 KiB rows"]
+
+
+def test_none_that_works_is_a_failure():
+    found = host_transports.check({"tcp": refused, "shm": refused})
+    assert (found.result, found.words) == (
+        Result.FAILED,
+        "tcp does not work: not here; shm does not work: not here",
+    )
+
+
+def test_one_wrong_bit_is_a_failure_whatever_else_works():
+    found = host_transports.check({"tcp": OPENERS["tcp"], "cma": flipping(OPENERS["cma"])})
+    assert (found.result, "bytes are wrong" in found.words) == (Result.FAILED, True)
+
+
+@pytest.fixture
+def nixl(monkeypatch):
+    pytest.importorskip("nixl_cu13", reason="NIXL is not installed")
+    monkeypatch.setattr(device_transports, "TOTAL_BYTES", 8 << 20)
+    return OPENERS["nixl"]
+
+
+def test_device_memory_is_read_and_written_with_its_carrier(nixl):
+    """Memory of the host stands for that of a device: NIXL has no other here."""
+    found = device_transports.check(IN_HOST, 0, nixl)
+    assert found.result in (Result.PASSED, Result.SLOW), found.words
+    assert found.words.startswith("every byte arrives; carried by ")
+    names = [figure.name for figure in found.figures]
+    assert names == ["read, one row", "read, 4 KiB rows", "write, one row", "write, 4 KiB rows"]
+    assert dict(found.facts)["carriers"]
+
+
+@pytest.mark.parametrize(
+    ("post", "words"), [(4, "READ between devices brings wrong bytes"), (10, "the self-test fails")]
+)
+def test_one_wrong_bit_between_devices_is_a_failure(nixl, post, words):
+    """The last of five reads of one row, and the first of the self-test."""
+    found = device_transports.check(IN_HOST, 0, flipping(nixl, post))
+    assert (found.result, words in found.words) == (Result.FAILED, True), found.words
+
+
+def test_a_write_that_does_not_arrive_is_a_failure(nixl):
+    class Forgetful(ForwardingTransport):
+        """Says that writes have ended; nothing is written."""
+
+        def post(self, peer, copies, direction):
+            is_large = direction is device_transports.WRITE and copies.num_bytes == device_transports.TOTAL_BYTES
+            return self._inner.post(peer, copies.select(slice(0, 0)) if is_large else copies, direction)
+
+    found = device_transports.check(IN_HOST, 0, lambda host: Forgetful(nixl(host)))
+    assert (found.result, found.words) == (Result.FAILED, "WRITE between devices brings wrong bytes")
+
+
+def test_a_copy_that_never_ends_is_a_failure(nixl, monkeypatch):
+    monkeypatch.setattr(device_transports, "DEADLINE_S", 0.2)
+    found = device_transports.check(IN_HOST, 0, lambda host: FaultyTransport(nixl(host), [Fault(0, FaultKind.DROP)]))
+    assert (found.result, "READ between devices does not end" in found.words) == (Result.FAILED, True)
+
+
+def test_reading_far_slower_than_writing_is_called_slow():
+    seconds = {("one row", device_transports.READ): 7.0, ("one row", device_transports.WRITE): 1.0}
+    slow = device_transports._figure("one row", device_transports.READ, seconds)
+    assert (slow.is_slow, slow.of) == (True, "writing")
+    seconds[("one row", device_transports.READ)] = 5.0
+    assert not device_transports._figure("one row", device_transports.READ, seconds).is_slow
+
+
+def xpu(build=ZE, nics=(), **user):
+    return SystemFacts(
+        device="xpu",
+        buffer_device="xpu",
+        place=Place.SAME_HOST,
+        nics=nics,
+        accelerator=Accelerator("0000:3a:00.0", "xpu"),
+        build=build,
+        limits=process_limits(),
+        user=user,
+    )
+
+
+def test_one_node_with_intel_gpus_and_no_rdma():
+    """Seed S1: what is chosen by itself, and the two sets that were tried and do not work."""
+    found = ucx_settings.check(xpu())
+    assert found.result is Result.PASSED
+    assert found.words == "UCX_TLS=ze_ipc,ze_copy,tcp; 2 sets that cannot work are refused"
+    assert {name for name, _ in found.facts} == {
+        "UCX_TLS=ze_ipc,ze_copy,tcp",
+        "UCX_TLS=ze_copy,cma is refused",
+        "UCX_TLS=ze_ipc,ze_copy,sm is refused",
+    }
+    # What the user has set is another matter.
+    assert ucx_settings.check(xpu(UCX_TLS="ze_copy,cma")) == found
+
+
+def test_a_wrong_set_that_is_not_refused_is_a_failure(monkeypatch):
+    choose = ucx_settings.choose_environment
+    monkeypatch.setattr(ucx_settings, "choose_environment", lambda system: choose(replace(system, user={})))
+    found = ucx_settings.check(xpu())
+    assert (found.result, "UCX_TLS=ze_copy,cma is not refused" in found.words) == (Result.FAILED, True)
+
+
+@pytest.mark.parametrize("build", [UcxBuild(), UcxBuild("nixl_cu13", "/n", CORE), replace(ZE, transports=CORE)])
+def test_a_ucx_without_level_zero_leaves_memory_of_the_host(build):
+    found = ucx_settings.check(xpu(build))
+    assert (found.result, "caches go through memory of the host" in found.words) == (Result.SKIPPED, True)
+    assert not ucx_settings.reaches_device(xpu(build))
+
+
+def test_too_little_memory_that_may_be_locked_is_a_failure():
+    port = Nic("mlx5_0:1", NicKind.INFINIBAND, is_up=True, state="active")
+    build = replace(ZE, transports=ZE.transports | {"rc_mlx5"})
+    limits = replace(process_limits(), locked_bytes=1 << 16)
+    found = ucx_settings.check(replace(xpu(build, (port,)), limits=limits))
+    assert (found.result, "locked memory is too low" in found.words) == (Result.FAILED, True)
+
+
+def test_a_device_that_torch_does_not_see_is_a_failure_with_what_to_install():
+    if torch.accelerator.is_available():
+        pytest.skip("there is a device here")
+    found = machine.run("xpu")
+    assert (found.result, "sees no xpu device" in found.words) == (Result.FAILED, True)
+    assert "torch" in dict(found.facts)
+    assert machine.run("cpu").result is Result.PASSED
+
+
+# --- fetches ---
+
+LITTLE = engine_rank.Geometry(attention(2, 4, 16, "bfloat16", 2), head_dim=16, block_tokens=16, num_tokens=64)
+
+
+@pytest.fixture
+def once(monkeypatch):
+    monkeypatch.setattr(fetches, "REPEATS", 1)
+    monkeypatch.setattr(fetches, "STRATEGIES", ("auto", "pack"))
+
+
+def test_every_way_brings_every_byte(once):
+    found = fetches.check(IN_HOST, LITTLE)
+    assert found.result in (Result.PASSED, Result.SLOW), found.words
+    assert [figure.name for figure in found.figures] == ["auto, host memory", "pack, host memory"]
+    assert dict(found.facts)["pack, host memory"].startswith("pack over ")
+
+
+@pytest.mark.parametrize(
+    ("side", "words"),
+    [("target", "auto, host memory: 1 elements are wrong"), ("others", "blocks of others were touched")],
+)
+def test_one_wrong_byte_after_a_fetch_is_a_failure(once, monkeypatch, side, words):
+    ranks = []
+
+    class Spoiled(engine_rank.EngineRank):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            ranks.append(self)
+
+    def spoiled_notice(notices):
+        notice = engine_rank.next_notice(notices)
+        blocks = ranks[0].memory.view(2 * 2, LITTLE.num_blocks, -1)
+        table = LITTLE.table("target")
+        others = sorted(set(range(LITTLE.num_blocks)) - set(table))
+        blocks[1, table[1] if side == "target" else others[0], 0] ^= 1
+        return notice
+
+    monkeypatch.setattr(fetches, "EngineRank", Spoiled)
+    monkeypatch.setattr(fetches, "next_notice", spoiled_notice)
+    found = fetches.check(IN_HOST, LITTLE)
+    assert (found.result, words in found.words) == (Result.FAILED, True), found.words
+
+
+def test_a_cache_that_does_not_arrive_is_a_failure(once, monkeypatch):
+    monkeypatch.setattr(fetches, "next_notice", lambda notices: SimpleNamespace())
+    found = fetches.check(IN_HOST, LITTLE)
+    assert (found.result, "the cache did not arrive" in found.words) == (Result.FAILED, True)
+
+
+def test_a_source_that_cannot_start_is_a_failure(once, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = fetches.check(IN_HOST, LITTLE)
+    assert (found.result, "the other process has ended; found: exit code 1" in found.words) == (Result.FAILED, True)
+
+
+def test_what_auto_takes_must_not_be_far_slower_than_the_best():
+    way = fetches.ways("cpu")[0]
+    assert fetches._figure(way, 4.0, 10.0, is_left_to_choose=True).is_slow
+    assert not fetches._figure(way, 6.0, 10.0, is_left_to_choose=True).is_slow
+    assert not fetches._figure(way, 1.0, 10.0, is_left_to_choose=False).is_slow
+
+
+@pytest.mark.parametrize(
+    ("is_reached", "names"), [(True, ["device", "device", "device", "device", "host"]), (False, ["host"])]
+)
+def test_ways_through_device_memory_need_a_ucx_that_reaches_it(monkeypatch, is_reached, names):
+    monkeypatch.setattr(fetches, "reaches_device", lambda system: is_reached)
+    assert [way.name.split(", ")[1].split()[0] for way in fetches.ways("xpu")] == names
