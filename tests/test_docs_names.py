@@ -31,6 +31,8 @@ OF_OTHERS = {
         "--prefill-max-retries",
         "--save-result",
         "--help",
+        "--membind",
+        "--with-ze",
         "--include_path",
         "--num_fewshot",
         "--apply_chat_template",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, TransportError
 from kvferry.staging.device import table as table
 from kvferry.staging.device.table import (
     StagingMemory,
@@ -17,6 +17,7 @@ from kvferry.staging.device.table import (
     register_device,
     staging_memory_named,
 )
+from kvferry.transport.memory_kind import kind_of
 
 NAMES = ["cpu", "cuda", "rocm", "tpu", "xpu"]
 ALLOWED = {
@@ -61,6 +62,14 @@ def test_an_unknown_device(device):
     assert caught.value.found == device
     assert caught.value.expected == "'cpu' or 'cuda' or 'rocm' or 'tpu' or 'xpu'"
     assert "register_device" in caught.value.hint
+
+
+@pytest.mark.parametrize("memory", ["file", "object", "block", "managed"])
+def test_memory_that_nobody_answers_for_is_refused_with_what_there_is(memory):
+    with pytest.raises(ConfigurationError, match="cannot use this buffer device"):
+        check_pair("cuda", memory)
+    with pytest.raises(TransportError, match="cannot be registered with NIXL; .*hint: set the buffer device to 'cpu'"):
+        kind_of(memory)
 
 
 def test_others_can_be_registered():

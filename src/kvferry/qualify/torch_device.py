@@ -9,17 +9,13 @@ from typing import Any
 import torch
 
 from kvferry.plan.programs.tiles import Tile
+from kvferry.staging.device.table import torch_name
 
 NUM_WARM_UPS = 2
 # What the device does while it is told of the copies that are timed.
 BLANKET_BYTES = 1 << 30
 
 Step = Callable[[], object]
-
-
-def torch_name(kind: str) -> str:
-    """What torch calls a kind of device: it has one name for those of NVIDIA and of AMD."""
-    return "cuda" if kind == "rocm" else kind
 
 
 def number_of(kind: str) -> int:

@@ -10,6 +10,7 @@ from typing import Final
 
 from kvferry.cli.models import TINY, resolve
 from kvferry.cli.up.fleet import Fleet, FleetOptions
+from kvferry.staging.device.table import torch_name
 
 # Unequal blocks, so that rows are divided.
 PREFILL_BLOCK_TOKENS: Final = 16
@@ -25,12 +26,10 @@ def fleet_on(kind: str, serve_words: tuple[str, ...] = ()) -> Iterator[Fleet]:
     Raises ConfigurationError when one of them cannot start.
     """
     path, name = resolve(TINY)
-    # torch has one name for the devices of NVIDIA and of AMD.
-    device = "cuda" if kind == "rocm" else kind
     options = FleetOptions(
         num_prefill=1,
         num_decode=1,
-        engine_arguments=("--model", path, "--served-name", name, "--device", device, *serve_words),
+        engine_arguments=("--model", path, "--served-name", name, "--device", torch_name(kind), *serve_words),
         prefill_block_tokens=PREFILL_BLOCK_TOKENS,
         decode_block_tokens=DECODE_BLOCK_TOKENS,
         cache_tokens=CACHE_TOKENS,

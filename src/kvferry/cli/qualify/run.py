@@ -87,4 +87,4 @@ def _ending(code: int) -> str:
 
 def _last_words(log: Path) -> str:
     text = " ".join(log.read_text(encoding="utf-8", errors="replace").split())
-    return text[-LAST_WORDS:] or "without a word"
+    return text[-LAST_WORDS:] or "it has said nothing"

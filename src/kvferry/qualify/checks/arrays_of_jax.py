@@ -6,6 +6,8 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -58,7 +60,7 @@ def check(devices: Sequence[jax.Device]) -> Outcome:
             except FerryError as error:
                 return failed(NAME, f"{np.dtype(dtype).name}: {error}")
     names = ", ".join(np.dtype(dtype).name for dtype in DTYPES)
-    words = f"{NUM_TOKENS:,} tokens of {names} on {len(devices)} device(s), both ways: every byte is right"
+    words = f"{NUM_TOKENS:,} tokens of {names} on {len(devices)} of its devices, both ways: every byte is right"
     return passed(NAME, words, tuple(figures))
 
 
@@ -72,10 +74,9 @@ class _Pair:
     def __init__(self, devices: Sequence[jax.Device], dtype: np.dtype[Any], stack: ExitStack) -> None:
         """Everything is closed by `stack`."""
         self._model: CacheModel = attention(NUM_LAYERS, NUM_HEADS, HEAD_DIM, dtype.name, dtype.itemsize)
-        self._dtype, self._stack, self._numbers = dtype, stack, iter(range(1 << 30))
-        self._contents: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._dtype, self._stack, self._numbers = dtype, stack, count()
         sharding = NamedSharding(Mesh(np.array(devices), ("heads",)), PartitionSpec(None, None, "heads", None))
-        self._put = lambda array: jax.device_put(array, sharding)
+        self._put: Any = partial(jax.device_put, device=sharding)
         arrays = tuple(self._put(np.zeros(SHAPE, dtype)) for _ in range(2 * NUM_LAYERS))
         self.caches = JaxCaches(arrays, describe(self._model, self._shape(len(devices)), FIRST_ADDRESS))
         size_bytes = 2 * NUM_LAYERS * int(np.prod(SHAPE)) * dtype.itemsize
@@ -86,7 +87,7 @@ class _Pair:
         of_jax = [self.caches.cache(rank) for rank in range(len(devices))]
         self._jax_agents, self._jax_notices = self._agents("jax", of_jax)
         self._host_agents, self._host_notices = self._agents("host", [cache])
-        self.num_bytes = NUM_TOKENS * self._model.bytes_per_token
+        self.num_bytes = int(NUM_TOKENS * self._model.bytes_per_token)
         self.ways = {"to the host": self._to_host, "from the host": self._from_host}
 
     def _shape(self, num_ranks: int) -> EngineShape:

@@ -47,7 +47,7 @@ def run(kind: str) -> Outcome:
         "cpu": "no accelerator is checked, only host memory",
         "tpu": "a TPU, which JAX reaches and torch does not",
     }.get(kind, "")
-    return passed(NAME, words or f"{number_of(kind)} {kind} device(s): {TorchDevice(kind).name}", facts=facts)
+    return passed(NAME, words or f"{number_of(kind)} x {TorchDevice(kind).name}", facts=facts)
 
 
 def _versions() -> Iterator[Fact]:

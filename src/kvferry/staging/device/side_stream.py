@@ -38,7 +38,7 @@ class Index(NamedTuple):
 
     def copy(self) -> None:
         """Queue the copies on the current stream. Raises what a compiler or driver does, which may be anything."""
-        for part, launch in zip(torch.split(self.there, self.sizes), self.launches, strict=True):
+        for part, launch in zip(torch.split(self.there, list(self.sizes)), self.launches, strict=True):
             copy_tile(part, launch)
 
 

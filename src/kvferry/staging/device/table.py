@@ -40,6 +40,11 @@ def devices() -> dict[str, tuple[str, ...]]:
     return BUILT_IN | _registered
 
 
+def torch_name(device: str) -> str:
+    """What torch calls a kind of device: it has one name for those of NVIDIA and of AMD."""
+    return "cuda" if device == "rocm" else device
+
+
 def register_device(device: str, buffer_devices: Sequence[str]) -> None:
     """Make one more device known, with the buffer devices that work with it; the same again is fine.
 

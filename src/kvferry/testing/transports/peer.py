@@ -21,6 +21,7 @@ from hashlib import blake2b
 import numpy as np
 
 from kvferry.errors import ConfigurationError, TransportError
+from kvferry.staging.device.table import torch_name
 from kvferry.transport.base import Memory, Transport
 from kvferry.transport.descriptors import host_here
 from kvferry.transport.memory_kind import HOST
@@ -138,12 +139,10 @@ def _on_device(size_bytes: int, seed: int, device: str, number: int) -> tuple[Me
     """The same, of a device that torch knows."""
     import torch
 
-    from kvferry.qualify.torch_device import TorchDevice
-
-    there = TorchDevice(device, number)
-    tensor = there.empty(allocation_bytes(size_bytes))
+    where = torch.device(torch_name(device), number)
+    tensor = torch.empty(allocation_bytes(size_bytes), dtype=torch.uint8, device=where)
     tensor[:size_bytes].copy_(torch.from_numpy(pattern(size_bytes, seed)))
-    there.wait()
+    torch.get_device_module(where).synchronize(where)
     memory = Memory(tensor.data_ptr(), len(tensor), -1, device, number)
     return memory, lambda: tensor[:size_bytes].cpu().numpy()
 

@@ -1,0 +1,66 @@
+"""The check of a restart, with answers that a fleet may give; tests/e2e has real ones."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.cli.qualify import restart
+from kvferry.cli.up.output_check import Answer
+from kvferry.errors import RequestError
+from kvferry.qualify.outcome import Result
+
+MOVED = Answer("x", (1, 2), 290, {"tokens_received": 289}, "disaggregated")
+ALONE = Answer("x", (1, 2), 290, {}, "decode-only")
+WRONG = Answer("y", (1, 3), 290, {"tokens_received": 289}, "disaggregated")
+
+
+@contextmanager
+def fleet():
+    """With a process that may be killed."""
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        yield SimpleNamespace(
+            model="tiny", url="http://nowhere", pids={"prefill-0": process.pid}, restart_exited=lambda: None
+        )
+    finally:
+        process.kill()
+        # It was killed before, without mercy.
+        assert process.wait(30) == -9
+
+
+def checked(monkeypatch, *answers):
+    left = iter(answers)
+    monkeypatch.setattr(restart, "ask", lambda *_: next(left))
+    with fleet() as found:
+        return restart.check(found)
+
+
+def test_equal_answers_and_caches_that_are_moved_again_pass(monkeypatch):
+    assert checked(monkeypatch, MOVED, ALONE, ALONE, MOVED, MOVED).result is Result.PASSED
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ((ALONE,), "nothing was moved to begin with"),
+        ((MOVED, WRONG, MOVED, MOVED, MOVED), "other tokens while it was dead"),
+        ((MOVED, ALONE, MOVED, WRONG, WRONG), "other tokens after its restart (1) and after its restart (2)"),
+        ((MOVED, ALONE, ALONE, ALONE, ALONE), "nothing is moved from it"),
+    ],
+)
+def test_what_a_restart_must_not_do_is_a_failure(monkeypatch, answers, words):
+    found = checked(monkeypatch, *answers)
+    assert (found.result, words in found.words) == (Result.FAILED, True), found.words
+
+
+def test_an_answer_that_does_not_come_is_an_error_of_the_check(monkeypatch):
+    def gone(*_):
+        raise RequestError("no answer from http://nowhere")
+
+    monkeypatch.setattr(restart, "ask", gone)
+    with fleet() as found, pytest.raises(RequestError, match="no answer"):
+        restart.check(found)
