@@ -68,7 +68,7 @@ def test_an_unknown_device(device):
 def test_memory_that_nobody_answers_for_is_refused_with_what_there_is(memory):
     with pytest.raises(ConfigurationError, match="cannot use this buffer device"):
         check_pair("cuda", memory)
-    with pytest.raises(TransportError, match="cannot be registered with NIXL; .*hint: set the buffer device to 'cpu'"):
+    with pytest.raises(TransportError, match=r"cannot be registered with NIXL; .*hint: set the buffer device to 'cpu'"):
         kind_of(memory)
 
 
