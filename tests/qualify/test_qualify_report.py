@@ -51,6 +51,13 @@ SLOW = passed("copy rates", "1,024 MiB", (Figure("gather", 40.0, 0.8, "a pinned 
             "kvferry is right with this machine's host memory, and as fast as is expected. No accelerator was checked: "
             "this says nothing of devices. Not checked: fetches; the reasons are below.",
         ),
+        (
+            "cpu",
+            [BAD],
+            "failed",
+            "Do not use kvferry with this machine's host memory as it is set up: answers failed. No accelerator was "
+            "checked: this says nothing of devices.",
+        ),
         ("tpu", [LEFT_OUT], "skipped", "Nothing could be checked here. Not checked: fetches; the reasons are below."),
     ],
 )
@@ -233,6 +240,14 @@ def test_only_what_is_asked_for_is_run_and_told_as_json(tmp_path, monkeypatch):
 def test_what_makes_no_sense_is_refused_before_anything_is_run(words, error):
     found = CliRunner().invoke(app, ["qualify", *words])
     assert (found.exit_code, error in found.output) == (2, True)
+
+
+@pytest.mark.parametrize(("device", "extras"), [("cpu", "engine"), ("xpu", "engine,kernels"), ("tpu", "engine,jax")])
+def test_libraries_that_are_not_installed_are_named_before_anything_is_run(monkeypatch, device, extras):
+    monkeypatch.setattr(reports, "missing_modules", lambda extra: ["torch"] if extra == "torch" else [])
+    found = CliRunner().invoke(app, ["qualify", "--device", device])
+    assert found.exit_code == 2
+    assert f"the checks need torch, not installed here: pip install 'kvferry[{extras}]'" in found.output
 
 
 @pytest.mark.parametrize(("outcome", "code"), [(GOOD, 0), (SLOW, 1), (BAD, 2), (LEFT_OUT, 0)])

@@ -24,7 +24,9 @@ class Expected(NamedTuple):
 GPU: Final = Expected(gather=0.97, scatter=0.93, on_device=0.94)
 NOTHING_KNOWN: Final = Expected(0.0, 0.0, 0.0)
 
-BY_KIND: Final = {"cuda": GPU, "rocm": GPU, "xpu": GPU}
+GPUS: Final = ("cuda", "rocm", "xpu")
+"""The kinds of device that torch and our kernels reach."""
+BY_KIND: Final = dict.fromkeys(GPUS, GPU)
 
 
 def expected_of(kind: str) -> Expected:

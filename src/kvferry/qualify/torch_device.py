@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvferry.plan.programs.tiles import Tile
+from kvferry.qualify.expected import GPUS
 from kvferry.staging.device.table import torch_name
 
 NUM_WARM_UPS = 2
@@ -23,7 +24,7 @@ def number_of(kind: str) -> int:
     if kind == "cpu":
         return 1
     has_rocm = torch.version.hip is not None
-    if kind not in ("cuda", "rocm", "xpu") or (kind != "xpu" and has_rocm != (kind == "rocm")):
+    if kind not in GPUS or (kind != "xpu" and has_rocm != (kind == "rocm")):
         return 0
     return int(torch.get_device_module(torch_name(kind)).device_count())
 

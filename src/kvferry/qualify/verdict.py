@@ -40,9 +40,11 @@ def worst(outcomes: Sequence[Outcome]) -> Result:
 
 def _sentences(device: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
     by_result = {result: [each.check for each in outcomes if each.result is result] for result in Result}
-    where = f"this machine's {ACCELERATORS[device]} devices" if device in ACCELERATORS else "this machine's host memory"
+    name = ACCELERATORS.get(device, "")
+    where = f"this machine's {name} devices" if name else "this machine's host memory"
     if failures := by_result[Result.FAILED]:
-        yield f"Do not use kvferry with {where} as they are set up: {_listed(failures)} failed."
+        as_set_up = "as they are set up" if name else "as it is set up"
+        yield f"Do not use kvferry with {where} {as_set_up}: {_listed(failures)} failed."
     elif slow := by_result[Result.SLOW]:
         yield f"kvferry is right with {where}, but slower than it should be: {_listed(slow)}."
     elif by_result[Result.PASSED]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvferry.qualify.expected import GPUS
+
 IN_HOST: Final = {"cpu": "the device is the host: see the check of its memory"}
 NO_UCX: Final = {
     "cpu": "for memory of the host, UCX chooses by itself",
@@ -17,7 +19,7 @@ NO_KERNELS: Final = {
 }
 NO_TORCH: Final = {"tpu": "torch does not reach the device: see the check of arrays of JAX"}
 NO_ENGINE: Final = {"tpu": "kvferry's own engine computes with torch, which does not reach the device"}
-NO_ARRAYS: Final = dict.fromkeys(("cpu", "cuda", "rocm", "xpu"), "engines whose caches are arrays of JAX run on TPUs")
+NO_ARRAYS: Final = dict.fromkeys(("cpu", *GPUS), "engines whose caches are arrays of JAX run on TPUs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.errors import FerryError
-from kvferry.extras import missing_extra
+from kvferry.extras import MissingExtraError, missing_extra
 from kvferry.qualify.outcome import Outcome, failed, skipped
 from kvferry.transport.ucx.environment import silence_libraries
 
@@ -25,6 +25,8 @@ def outcome_of(module: str, kind: str) -> Outcome:
         if missing := missing_extra(error, EXTRAS):
             return skipped("", str(missing))
         return failed("", f"{type(error).__name__}: {error}")
+    except MissingExtraError as error:
+        return skipped("", str(error))
     except FerryError as error:
         return failed("", str(error))
     except Exception as error:  # noqa: BLE001 - the top of a process: drivers and compilers raise anything

@@ -18,6 +18,8 @@ from kvferry.cli.qualify.checks import CHECKS, Check
 from kvferry.cli.qualify.command import QualifyOptions
 from kvferry.cli.qualify.run import outcomes
 from kvferry.errors import ConfigurationError
+from kvferry.extras import INCLUDED, MissingExtraError, how_to_install, missing_modules
+from kvferry.qualify.expected import GPUS
 from kvferry.qualify.outcome import Result
 from kvferry.qualify.page import page
 from kvferry.qualify.privacy import without_names
@@ -35,6 +37,7 @@ def qualify(options: QualifyOptions) -> int:
     that make no sense, before anything is run."""
     kind, checks = _kind(options.device), _checks(options.only)
     file = console.page_file(options.page)
+    _check_installed(kind)
     console.say(f"checking {f'{kind} devices' if kind != HOST else 'memory of the host: no accelerator is here'}")
     began = time.monotonic()
     found = list(outcomes(checks, kind, console.say))
@@ -94,6 +97,15 @@ def _checks(only: Sequence[str]) -> tuple[Check, ...]:
     if unknown := [name for name in only if name not in names]:
         raise ConfigurationError("no such check", found=", ".join(unknown), expected=", ".join(names))
     return tuple(check for at, check in enumerate(CHECKS) if not only or check.name in only or at == 0)
+
+
+def _check_installed(kind: str) -> None:
+    """Raises MissingExtraError where half of the checks would say so one by one."""
+    needed = ["engine", "kernels"] if kind in GPUS else ["engine", "jax"] if kind == "tpu" else ["engine"]
+    parts = [part for extra in needed for part in (*INCLUDED.get(extra, ()), extra)]
+    if missing := [module for part in parts for module in missing_modules(part)]:
+        command = how_to_install(",".join(needed))
+        raise MissingExtraError(f"the checks need {', '.join(dict.fromkeys(missing))}, not installed here: {command}")
 
 
 def _names() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from kvferry.qualify.expected import GPUS
 from kvferry.qualify.outcome import Outcome, Result, passed
 from kvferry.qualify.torch_device import TorchDevice, number_of
 from kvferry.transport.machine.facts import UNKNOWN_NODE, UNLIMITED, SystemFacts
@@ -29,7 +30,6 @@ PACKAGES: Final = (
     "vllm",
     "numpy",
 )
-GPUS: Final = ("cuda", "rocm", "xpu")
 
 Fact = tuple[str, str]
 
