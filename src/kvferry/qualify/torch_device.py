@@ -30,13 +30,16 @@ def number_of(kind: str) -> int:
 
 
 class TorchDevice:
-    """Device `number` of a kind, by kvferry's name for that. Tests have others, of host memory."""
+    """Device `number` of a kind, by kvferry's name for that, which becomes that of the calling thread. Tests have
+    others, of host memory."""
 
     def __init__(self, kind: str, number: int = 0) -> None:
         self.kind = kind
         self.torch = torch.device("cpu") if kind == "cpu" else torch.device(torch_name(kind), number)
         self._module: Any = torch.get_device_module(self.torch)
         self._blanket = torch.empty(0)
+        if kind != "cpu":
+            self._module.set_device(self.torch)
 
     @property
     def name(self) -> str:

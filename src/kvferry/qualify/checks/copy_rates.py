@@ -56,7 +56,7 @@ def run(kind: str) -> Outcome:
 
 def check(device: TorchDevice) -> Outcome:
     """Every figure is of bytes that were compared."""
-    total = min(TOTAL_BYTES, device.free_bytes // 6) // ROW_BYTES[-1] * ROW_BYTES[-1]
+    total = min(TOTAL_BYTES, device.free_bytes // 8) // ROW_BYTES[-1] * ROW_BYTES[-1]
     figures = []
     for way in _ways(device, total):
         for row_bytes in ROW_BYTES:

@@ -140,6 +140,8 @@ def _on_device(size_bytes: int, seed: int, device: str, number: int) -> tuple[Me
     import torch
 
     where = torch.device(torch_name(device), number)
+    # UCX shares a device's memory only from threads that have selected it.
+    torch.get_device_module(where).set_device(where)
     tensor = torch.empty(allocation_bytes(size_bytes), dtype=torch.uint8, device=where)
     tensor[:size_bytes].copy_(torch.from_numpy(pattern(size_bytes, seed)))
     torch.get_device_module(where).synchronize(where)
