@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 
 from kvferry.agent.cache import Cache
 from kvferry.plan.description.layout import Layout
-from kvferry.staging.device.table import check_pair
+from kvferry.staging.device.table import check_pair, load_devices
 from kvferry.staging.jax_arrays.copies import ArrayCopies
 from kvferry.staging.jax_arrays.held_arrays import FIRST_ADDRESS, HeldArrays, Turn
 from kvferry.staging.thread_mover import ThreadMover
@@ -31,8 +31,6 @@ __all__ = ["FIRST_ADDRESS", "JaxCaches", "Turn"]
 
 # One copy waits for the device while another one is at work in the host's memory.
 NUM_THREADS = 2
-# What JAX calls its platforms, and kvferry the devices.
-DEVICES = {"gpu": "cuda"}
 
 
 class JaxCaches:
@@ -66,14 +64,23 @@ class JaxCaches:
         return self._held.turn()
 
     def cache(self, rank: int) -> Cache:
-        """How the agent of a rank gets at its pieces. Raises ConfigurationError for an unknown device."""
+        """How the agent of a rank gets at its pieces. Raises ConfigurationError for a platform of JAX that is no known
+        device (entry point `kvferry.devices`)."""
         (device,) = self._held.kinds[rank][0].where.device_set
-        name = DEVICES.get(device.platform, device.platform)
+        name = device_name(device)
+        load_devices()
         check_pair(name, HOST)
         return Cache(self._layouts, (), partial(self._mover, rank), device=name, buffer_device=HOST)
 
     def _mover(self, rank: int, near: Sequence[Memory], notify: Callable[[], None]) -> ThreadMover:
         return ThreadMover(ArrayCopies(self._held, rank, self._layouts[rank], near), notify, NUM_THREADS)
+
+
+def device_name(device: jax.Device) -> str:
+    """What kvferry calls it: JAX has one name for the GPUs of two makers."""
+    if device.platform != "gpu":
+        return str(device.platform)
+    return "rocm" if "rocm" in device.client.platform_version else "cuda"
 
 
 def _far(layout: Layout) -> Layout:

@@ -2,75 +2,22 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax_engine import JaxEngine
+from mover_side import NUM_BLOCKS, model_of, shape_of
 
-from kvferry.errors import ConfigurationError, TransportError
-from kvferry.jax_caches import FIRST_ADDRESS, JaxCaches
-from kvferry.layout import EngineShape, attention, describe
-from kvferry.plan.programs.copies import Copies
-from kvferry.plan.programs.tiles import plain
+from kvferry.errors import TransportError
+from kvferry.jax_caches import FIRST_ADDRESS
+from kvferry.layout import describe
 from kvferry.staging.jax_arrays import programs
-from kvferry.staging.jax_arrays.held_arrays import HeldArrays
+from kvferry.staging.jax_arrays.held_arrays import Place
 from kvferry.staging.jax_arrays.programs import is_widened
 from kvferry.staging.jax_arrays.units import calls_for, sizes_of, unit_for, units_of
-from kvferry.staging.mover import Moved, Mover
-from kvferry.transport.base import Memory
 
 DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8]
-NUM_BLOCKS, BLOCK_TOKENS, NUM_HEADS, HEAD_DIM = 24, 4, 2, 8
-DEADLINE_S = 60.0
-
-
-def model_of(dtype, num_layers=2):
-    return attention(num_layers, NUM_HEADS, HEAD_DIM, np.dtype(dtype).name, np.dtype(dtype).itemsize)
-
-
-def shape_of(tensor_parallel=1, format="token-major", num_blocks=NUM_BLOCKS):
-    return EngineShape(tensor_parallel, 1, BLOCK_TOKENS, num_blocks, format=format)
-
-
-class Side:
-    """One rank's mover, and memory of the host beside it."""
-
-    def __init__(self, caches: JaxCaches, rank: int = 0, num_bytes: int = 1 << 20) -> None:
-        self.host = np.zeros(num_bytes, np.uint8)
-        self.ended = threading.Event()
-        near = [Memory(self.host.ctypes.data, num_bytes, -1)]
-        self.mover: Mover = caches.cache(rank).mover(near, self.ended.set)
-
-    @property
-    def address(self) -> int:
-        return self.host.ctypes.data
-
-    def move(self, source, target, length) -> str:
-        """Rows of absolute addresses; returns the error."""
-        columns = (np.array(each, np.uint64) for each in (source, target, length))
-        self.mover.start("key", plain(Copies(*columns, pieces=len(length))))
-        assert self.ended.wait(DEADLINE_S)
-        self.ended.clear()
-        (moved,) = self.mover.poll()
-        assert isinstance(moved, Moved)
-        return moved.error
-
-
-@pytest.fixture
-def side() -> Iterator:
-    made = []
-
-    def make(*what) -> Side:
-        made.append(Side(*what))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.mover.close()
 
 
 def random_rows(dice, layout, unit, count):
@@ -142,6 +89,47 @@ def test_a_put_is_in_place(monkeypatch, dtype):
         assert memory.temp_size_in_bytes <= units + array
 
 
+def test_nothing_of_jax_compiles_while_rows_move(engine, side):
+    """Told by JAX itself, which compiles for more than programs."""
+    compiled, one, regions = [], side(engine.caches), engine.layouts[0].regions
+
+    def note(event: str, _: float, **__: object) -> None:
+        if "compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for unit in units_of(engine.layouts[0], 0):
+            for count in (1, 3, 18):
+                inside, outside = regions[0].address + np.arange(count) * unit, one.address + np.arange(count) * unit
+                assert one.move(inside, outside, [unit] * count) == ""
+                assert one.move(outside, inside, [unit] * count) == ""
+        assert not compiled
+        jax.jit(lambda array: array + 1)(jnp.zeros(3)).block_until_ready()
+        assert compiled, "the listener hears of what is compiled"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_what_is_taken_is_in_pinned_memory_and_numpy_copies_it_no_more(engine):
+    device = jax.devices()[1]
+    assert "pinned_host" in {memory.kind for memory in device.addressable_memories()}
+    unit = units_of(engine.layouts[1], 0)[0]
+    taken = engine.caches._held.take(Place(1, 0), np.arange(3), unit)
+    assert taken.sharding.memory_kind == "pinned_host"
+    assert taken.devices() == {device}
+    assert np.asarray(taken).ctypes.data == taken.unsafe_buffer_pointer()
+
+
+def test_a_platform_without_pinned_memory(monkeypatch, side):
+    monkeypatch.setattr(programs, "PINNED", "no such memory")
+    engine = JaxEngine(model_of(jnp.float32), shape_of(2), jnp.float32)
+    one, region, unit = side(engine.caches), engine.layouts[0].regions[0], units_of(engine.layouts[0], 0)[0]
+    assert engine.caches._held.take(Place(0, 0), np.arange(3), unit).sharding.memory_kind == "device"
+    assert one.move([region.address], [one.address], [unit]) == ""
+    assert (one.host[:unit] == engine.pictures[0].at(region.address, unit)).all()
+
+
 def test_what_is_put_lies_where_it_was(side):
     engine = JaxEngine(model_of(jnp.float32), shape_of(), jnp.float32)
     region = engine.layouts[0].regions[1]
@@ -156,25 +144,6 @@ def test_what_is_put_lies_where_it_was(side):
     with engine.caches.turn() as turn:
         assert [array.unsafe_buffer_pointer() for array in turn.arrays] == before
     assert [array.is_deleted() for array in old] == [False, True, False, False]
-
-
-def test_a_copy_has_ended_when_the_device_says_so(engine, side, monkeypatch):
-    """Before that, a slot is read and blocks are written."""
-    put, waited = HeldArrays.put, []
-
-    class Done:
-        def __init__(self, done):
-            self.done = done
-
-        def block_until_ready(self):
-            waited.append(self.done)
-            self.done.block_until_ready()
-
-    monkeypatch.setattr(HeldArrays, "put", lambda *what: Done(put(*what)))
-    one, regions = side(engine.caches), engine.layouts[0].regions
-    unit = units_of(engine.layouts[0], 0)[0]
-    assert one.move([one.address] * 2, [region.address for region in regions[:2]], [unit] * 2) == ""
-    assert len(waited) == 2
 
 
 def test_more_units_than_one_program_takes(side):
@@ -206,92 +175,6 @@ def test_steps_of_the_engine_go_on_between_copies(side):
             last = max(number for number in range(20) if 2 * number % NUM_BLOCKS == block // 2 * 2)
             own = np.full(unit, last, np.uint8) if block % 2 else np.full(unit // 4, last, np.float32).view(np.uint8)
             assert (blocks[block] == own).all(), block
-
-
-# --- what cannot be ---
-
-
-@pytest.fixture
-def engine() -> JaxEngine:
-    return JaxEngine(model_of(jnp.float32), shape_of(2), jnp.float32)
-
-
-def test_an_array_that_was_donated_and_not_handed_back(engine, side):
-    """That request fails, and the next goes well once the engine has put it right."""
-    one, region = side(engine.caches), engine.layouts[0].regions[0]
-    unit = units_of(engine.layouts[0], 0)[0]
-    with engine.caches.turn() as turn:
-        lost = jax.jit(lambda array: array + 1, donate_argnums=0)(turn.arrays[0])
-    for source, target in ((region.address, one.address), (one.address, region.address)):
-        error = one.move([source], [target], [unit])
-        assert "was donated" in error
-        assert "donate arrays of the cache only inside turn()" in error
-    with engine.caches.turn() as turn:
-        turn.arrays = (lost, *turn.arrays[1:])
-    assert one.move([region.address], [one.address], [unit]) == ""
-
-
-def test_a_step_that_fails_leaves_the_arrays_as_they_were(engine, side):
-    with pytest.raises(ZeroDivisionError), engine.caches.turn():
-        raise ZeroDivisionError
-    one, region = side(engine.caches), engine.layouts[0].regions[0]
-    assert one.move([region.address], [one.address], [units_of(engine.layouts[0], 0)[0]]) == ""
-
-
-def test_other_arrays_are_not_taken_for_the_cache(engine):
-    with pytest.raises(ConfigurationError, match="array 1"), engine.caches.turn() as turn:
-        turn.arrays = (turn.arrays[0], turn.arrays[1][:1], *turn.arrays[2:])
-    with pytest.raises(ConfigurationError, match="3 arrays"), engine.caches.turn() as turn:
-        turn.arrays = turn.arrays[:3]
-    engine.step(0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("layouts", "what"),
-    [
-        (describe(model_of(jnp.float32), shape_of(1), FIRST_ADDRESS), "mesh"),
-        (describe(model_of(jnp.float32, 3), shape_of(2), FIRST_ADDRESS), "one array for each region"),
-        (describe(model_of(jnp.float32), shape_of(2), 1 << 40), "have no addresses"),
-    ],
-    ids=["another mesh", "more layers", "addresses of the host"],
-)
-def test_layouts_that_do_not_fit(engine, layouts, what):
-    with engine.caches.turn() as turn, pytest.raises(ConfigurationError, match=what):
-        JaxCaches(turn.arrays, layouts)
-
-
-def test_rows_that_nobody_can_copy(engine, side):
-    one, region = side(engine.caches), engine.layouts[0].regions[0]
-    end = region.address + engine.layouts[0].regions[-1].size_bytes * 4
-    assert "multiples of" in one.move([region.address + 1], [one.address], [4])
-    assert "outside the registered memory" in one.move([end + 4096], [one.address], [32])
-    assert "outside the registered memory" in one.move([region.address], [one.address + len(one.host)], [32])
-    assert "both sides" in one.move([region.address], [region.address + 4096], [32])
-    assert "both sides" in one.move([one.address], [one.address + 4096], [32])
-
-
-def test_a_compiler_that_fails_costs_one_copy_only(engine, side, monkeypatch):
-    one, region = side(engine.caches), engine.layouts[0].regions[0]
-    unit = units_of(engine.layouts[0], 0)[0]
-    engine.caches._held.programs._compiled.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(jnp, "take", lambda *_, **__: 1 // 0)
-        assert "cannot be compiled" in one.move([region.address], [one.address], [unit])
-    assert one.move([region.address], [one.address], [unit]) == ""
-
-
-def test_a_device_that_fails_during_a_copy(engine, side, monkeypatch):
-    one, region = side(engine.caches), engine.layouts[0].regions[0]
-    unit = units_of(engine.layouts[0], 0)[0]
-
-    def vanished(*_):
-        raise RuntimeError("INTERNAL: the device is gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "asarray", vanished)
-        error = one.move([region.address], [one.address], [unit])
-    assert "the device is gone" in error
-    assert one.move([region.address], [one.address], [unit]) == ""
 
 
 @pytest.mark.parametrize(

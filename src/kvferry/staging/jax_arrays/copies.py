@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
@@ -62,17 +63,14 @@ class ArrayCopies:
             yield
 
     def _scattered(self, parts: list[_Part]) -> Iterator[None]:
-        begun = []
-        try:
+        # Each is waited for, also when it is given up halfway or another one fails: nothing is written any more when a
+        # copy has ended.
+        with ExitStack() as begun:
             for part in parts:
                 units = np.zeros((size_for(len(part.numbers), part.unit_bytes), part.unit_bytes), np.uint8)
                 gather(part.host, part.length, units.reshape(-1))
-                begun.append(self._held.put(part.place, part.numbers, units, part.unit_bytes))
+                begun.callback(self._held.put(part.place, part.numbers, units, part.unit_bytes).block_until_ready)
                 yield
-        finally:
-            # Also what is given up halfway: nothing is written any more when a copy has ended.
-            for done in begun:
-                done.block_until_ready()
 
     def _parts(self, inside: Column, outside: Column, rows: Copies) -> Iterator[_Part]:
         """Of rows that are `inside` arrays and `outside` of them, each part for one call of a program."""

@@ -22,6 +22,7 @@ from kvferry.staging.jax_arrays.units import size_for
 from kvferry.transport.registered_memory import Offsets, View
 
 BITS: Final = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+PINNED: Final = "pinned_host"
 
 
 class ArrayKind(NamedTuple):
@@ -67,24 +68,25 @@ class Programs:
         for num_units, puts in product(sizes, (False, True)):
             self._program(_Program(puts, kind, unit_bytes, num_units))
 
-    def take(self, array: jax.Array, numbers: Offsets, unit_bytes: int) -> jax.Array:
-        """Begin to take units out; the result has them and more behind them, and is on its way to the host."""
-        kind, num_units = ArrayKind.of(array), size_for(len(numbers), unit_bytes)
-        found: jax.Array = self._program(_Program(False, kind, unit_bytes, num_units))(
-            array, _placed(numbers, num_units, kind, 0)
-        )
-        found.copy_to_host_async()
-        return found
+    def take(self, kind: ArrayKind, numbers: Offsets, unit_bytes: int) -> Callable[[jax.Array], jax.Array]:
+        """What begins to take units out of an array; the result has them in the host's memory, and more behind them.
+        Raises TransportError when the device's compiler fails."""
+        num_units = size_for(len(numbers), unit_bytes)
+        program = self._program(_Program(False, kind, unit_bytes, num_units))
+        placed = _placed(numbers, num_units, kind, 0)
+        return lambda array: program(array, placed)
 
-    def put(self, array: jax.Array, numbers: Offsets, units: View, unit_bytes: int) -> tuple[jax.Array, jax.Array]:
-        """Begin to put `units`, of which nothing may change any more, into an array, which is deleted by that. Returns
-        the array that follows it, and what is ready when that is."""
-        kind, num_units = ArrayKind.of(array), len(units)
+    def put(
+        self, kind: ArrayKind, numbers: Offsets, units: View, unit_bytes: int
+    ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+        """What begins to put `units`, of which nothing may change any more, into an array, which is deleted by that: it
+        returns the array that follows it, and what is ready when that is. Raises like `take`."""
+        num_units = len(units)
         program = self._program(_Program(True, kind, unit_bytes, num_units))
         beyond = kind.num_bytes // unit_bytes
+        placed = _placed(numbers, num_units, kind, beyond)
         bits = jax.device_put(units.view(np.dtype(BITS[kind.dtype.itemsize])), kind.where)
-        following, done = program(array, _placed(numbers, num_units, kind, beyond), bits)
-        return following, done
+        return lambda array: program(array, placed, bits)
 
     def _program(self, wanted: _Program) -> Callable[..., Any]:
         if wanted not in self._compiled:
@@ -138,7 +140,7 @@ def _compiled(wanted: _Program) -> Callable[..., Any]:
         if wanted.puts:
             lowered = jax.jit(put, donate_argnums=0).lower(array, numbers, units)
         else:
-            lowered = jax.jit(take).lower(array, numbers)
+            lowered = jax.jit(take, out_shardings=_host_of(kind.where)).lower(array, numbers)
         program: Callable[..., Any] = lowered.compile()
     except Exception as error:
         raise TransportError(
@@ -147,6 +149,13 @@ def _compiled(wanted: _Program) -> Callable[..., Any]:
             expected=f"one for {kind.dtype.name}{list(kind.shape)} on {_platform(kind)}",
         ) from error
     return program
+
+
+def _host_of(where: SingleDeviceSharding) -> SingleDeviceSharding:
+    """Pinned memory of the host, where the device writes without a copy between, if its platform has that."""
+    (device,) = where.device_set
+    has_pinned = any(memory.kind == PINNED for memory in device.addressable_memories())
+    return SingleDeviceSharding(device, memory_kind=PINNED) if has_pinned else where
 
 
 def _platform(kind: ArrayKind) -> str:
