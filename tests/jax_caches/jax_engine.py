@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from engines import oracle
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvferry import Cache
 from kvferry.jax_caches import FIRST_ADDRESS, JaxCaches
 from kvferry.layout import CacheModel, EngineShape, describe
 from kvferry.staging.jax_arrays.programs import BITS
@@ -42,6 +44,7 @@ class JaxEngine:
         self.layouts = describe(model, shape, FIRST_ADDRESS)
         self.pictures = [oracle.Memory.poisoned(layout) for layout in self.layouts]
         self._dtype, self._heads_axis = np.dtype(dtype), 1 if shape.format == "head-major" else 2
+        self._block_tokens = shape.block_tokens
         mesh = Mesh(np.array(jax.devices()[: shape.tensor_parallel]), ("heads",))
         names = [None, None, None, None]
         names[self._heads_axis] = "heads"
@@ -50,6 +53,21 @@ class JaxEngine:
         inner = (heads, shape.block_tokens) if shape.format == "head-major" else (shape.block_tokens, heads)
         self._shape = (shape.num_blocks, *inner, dim)
         self.caches = JaxCaches(self._arrays(), self.layouts)
+
+    def cache(self, rank: int) -> Cache:
+        return self.caches.cache(rank)
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+    def read(self, number: int, table: Sequence[int], num_tokens: int) -> np.ndarray:
+        """What the engine's attention would read of a state: bytes by token, head and dim."""
+        blocks, slots = np.divmod(np.arange(num_tokens), self._block_tokens)
+        where = np.array(table)[blocks], slots
+        with self.caches.turn() as turn:
+            array = jax.lax.bitcast_convert_type(turn.arrays[number], BITS[self._dtype.itemsize])
+            found = array[where[0], :, where[1]] if self._heads_axis == 1 else array[where]
+        return np.asarray(found).view(np.uint8)
 
     def upload(self) -> None:
         """Let the arrays have what the pictures show."""

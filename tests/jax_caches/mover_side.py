@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,11 +29,11 @@ def shape_of(tensor_parallel=1, format="token-major", num_blocks=NUM_BLOCKS):
 class Side:
     """One rank's mover, and memory of the host beside it."""
 
-    def __init__(self, caches: JaxCaches, rank: int = 0, num_bytes: int = 1 << 20) -> None:
+    def __init__(self, caches: JaxCaches, rank: int = 0, num_bytes: int = 1 << 20, near: Sequence[Memory] = ()) -> None:
         self.host = np.zeros(num_bytes, np.uint8)
         self.ended = threading.Event()
-        near = [Memory(self.host.ctypes.data, num_bytes, -1)]
-        self.mover: Mover = caches.cache(rank).mover(near, self.ended.set)
+        own = Memory(self.host.ctypes.data, num_bytes, -1)
+        self.mover: Mover = caches.cache(rank).mover([own, *near], self.ended.set)
 
     @property
     def address(self) -> int:

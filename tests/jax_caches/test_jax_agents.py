@@ -1,113 +1,43 @@
-"""Engines with arrays of JAX on several devices, engines with memory of the host, and real agents between them."""
+"""Engines with arrays of JAX on several devices, torch engines in memory of the host, and real agents between them."""
 
 from __future__ import annotations
 
-import queue
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+import msgspec
 import pytest
-from engines import oracle
+from agents_of_engine import DEADLINE_S, NUM_TOKENS, AgentsOfEngine, model_of
+from import_path import import_path
 from jax_engine import JaxEngine
+from torch_engine import TorchEngine
 
-from kvferry import Agent, AgentConfig, Cache, SharedMemory, allocate_shared, new_epoch, new_lease_id
-from kvferry.agent.config import SLOT_BYTES
-from kvferry.layout import EngineShape, attention, describe
-from kvferry.plan.description.tokens import TokenRange
+from kvferry.layout import EngineShape
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
-from kvferry.session.events import FetchRequest, LeaseRequest
-from kvferry.session.timing import Timing
-from kvferry.transport.registry import open_transports
+from kvferry.wire.messages import Reference
 
-TIMING = Timing(lease_s=60.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=25.0, transfer_s=60.0)
-DEADLINE_S = 60.0
-NUM_TOKENS, NUM_HEADS = 21, 12
-SOURCE_TABLE, TARGET_TABLE = (3, 9, 1, 15, 0, 7), (8, 0, 5, 2)
 # Blocks that no request has: the engine writes to them all the time.
 OTHER_BLOCK = 4
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float8_e4m3fn": jnp.float8_e4m3fn, "int8": jnp.int8}
-
-
-def model_of(dtype: str):
-    return attention(2, NUM_HEADS, 8, dtype, np.dtype(DTYPES[dtype]).itemsize)
-
-
-class Side:
-    """All ranks of an engine, each with an agent. `pictures` are what the oracle fills and checks."""
-
-    def __init__(self, engine_id: str, shape: EngineShape, dtype: str, is_jax: bool) -> None:
-        self.table = (SOURCE_TABLE if engine_id == "p0" else TARGET_TABLE,)
-        self._shared: list[SharedMemory] = []
-        self.jax = JaxEngine(model_of(dtype), shape, DTYPES[dtype]) if is_jax else None
-        if self.jax is not None:
-            self.layouts, self.pictures = self.jax.layouts, self.jax.pictures
-            caches = [self.jax.caches.cache(rank) for rank in range(len(self.layouts))]
-        else:
-            caches = self._in_host(engine_id, model_of(dtype), shape)
-        self.notices: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in caches]
-        self.agents, epoch = [], new_epoch()
-        for rank, cache in enumerate(caches):
-            opened = open_transports("shm")
-            config = AgentConfig(engine_id, epoch, rank, transport="shm", timing=TIMING, staging_bytes=4 * SLOT_BYTES)
-            self.agents.append(Agent(config, cache, self.notices[rank].put, opened.transports, opened.unavailable))
-            self.agents[-1].start()
-
-    def _in_host(self, engine_id: str, model, shape: EngineShape) -> list[Cache]:
-        plain = describe(model, shape, 0)
-        sizes = [sum(region.size_bytes for region in layout.regions) for layout in plain]
-        self._shared = [allocate_shared(size, engine_id) for size in sizes]
-        addresses = [each.memory.address for each in self._shared]
-        moved = [describe(model, shape, at - plain[rank].regions[0].address) for rank, at in enumerate(addresses)]
-        self.layouts = tuple(of_all[rank] for rank, of_all in enumerate(moved))
-        self.pictures = [
-            oracle.Memory.poisoned_at(layout, np.frombuffer(each.buffer, np.uint8), each.memory.address)
-            for layout, each in zip(self.layouts, self._shared, strict=True)
-        ]
-        return [Cache(self.layouts, (each.memory,)) for each in self._shared]
-
-    def lease(self) -> list[Any]:
-        """The references to a cache that every rank has."""
-        for picture in self.pictures:
-            oracle.fill(picture, self.table, TokenRange(0, NUM_TOKENS))
-        if self.jax is not None:
-            self.jax.upload()
-        lease_id = new_lease_id()
-        return [agent.lease(LeaseRequest("r1", lease_id, self.table, NUM_TOKENS)) for agent in self.agents]
-
-    def fetch(self, source: Side, reference: Any) -> None:
-        addresses = tuple(agent.address for agent in source.agents)
-        for agent in self.agents:
-            agent.fetch(FetchRequest("q1", reference, addresses, self.table, (TokenRange(0, NUM_TOKENS),)))
-
-    def heard(self, kind: type) -> list[Any]:
-        """The next notice of every rank."""
-        found = [notices.get(timeout=DEADLINE_S) for notices in self.notices]
-        assert all(isinstance(notice, kind) for notice in found), found
-        return found
-
-    def check(self) -> None:
-        if self.jax is not None:
-            self.jax.download()
-        for picture in self.pictures:
-            oracle.expect_tokens(picture, self.table, NUM_TOKENS)
-
-    def close(self) -> None:
-        for agent in self.agents:
-            agent.close()
-        for each in self._shared:
-            each.close()
+ENGINES = {"jax": JaxEngine, "torch": TorchEngine}
+SCRIPT = Path(__file__).with_name("torch_process.py")
 
 
 @pytest.fixture
 def make_side() -> Iterator:
-    made: list[Side] = []
+    made: list[AgentsOfEngine] = []
 
-    def make(*what) -> Side:
-        made.append(Side(*what))
+    def make(engine_id: str, kind: str, tensor_parallel: int, dtype: str, format: str = "") -> AgentsOfEngine:
+        """Engines of JAX have a block's tokens first (NHD), those of torch its heads (HND)."""
+        block_tokens, num_blocks = (4, 16) if engine_id == "p0" else (6, 9)
+        format = format or ("token-major" if kind == "jax" else "head-major")
+        shape = EngineShape(tensor_parallel, 1, block_tokens, num_blocks, format=format)
+        made.append(AgentsOfEngine(engine_id, ENGINES[kind](model_of(dtype), shape, dtype)))
         return made[-1]
 
     yield make
@@ -140,47 +70,82 @@ class Steps:
 
 
 WAYS = [
-    ("jax 4 to host 2", 4, True, 2, False, "float32"),
-    ("host 2 to jax 4", 2, False, 4, True, "bfloat16"),
-    ("jax 3 to host 2", 3, True, 2, False, "int8"),
-    ("host 3 to jax 2", 3, False, 2, True, "float8_e4m3fn"),
-    ("jax 3 to jax 4", 3, True, 4, True, "bfloat16"),
-    ("jax 1 to jax 2", 1, True, 2, True, "float8_e4m3fn"),
+    ("jax", 4, "torch", 2, "bfloat16"),
+    ("jax", 2, "torch", 4, "int8"),
+    ("jax", 3, "torch", 2, "float32"),
+    ("torch", 4, "jax", 2, "float8_e4m3fn"),
+    ("torch", 2, "jax", 4, "bfloat16"),
+    ("torch", 3, "jax", 2, "int8"),
+    ("jax", 3, "jax", 4, "bfloat16"),
+    ("jax", 1, "jax", 2, "float8_e4m3fn"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("source", "from_jax", "target", "to_jax", "dtype"), [each[1:] for each in WAYS], ids=[each[0] for each in WAYS]
-)
-def test_a_cache_moves_while_engines_compute(make_side, source, from_jax, target, to_jax, dtype):
-    one = make_side("p0", EngineShape(source, 1, 4, 16, format="token-major"), dtype, from_jax)
-    other = make_side("d0", EngineShape(target, 1, 6, 9, format="head-major"), dtype, to_jax)
-    engines = [side.jax for side in (one, other) if side.jax is not None]
+def named(way: tuple[str, int, str, int, str]) -> str:
+    return "{} {} to {} {}, {}".format(*way)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=named)
+def test_a_cache_moves_while_engines_compute(make_side, way):
+    source, source_ranks, target, target_ranks, dtype = way
+    one = make_side("p0", source, source_ranks, dtype)
+    other = make_side("d0", target, target_ranks, dtype, "head-major" if source == "jax" else "token-major")
+    engines = [side.engine for side in (one, other) if isinstance(side.engine, JaxEngine)]
     references = one.lease()
     num_compiled = [engine.caches.num_compiled for engine in engines]
     with Steps(engines) as steps:
-        other.fetch(one, references[0])
+        other.fetch(references[0], one.addresses)
         reports = [notice.report for notice in other.heard(Fetched)]
         one.heard(LeaseEnded)
     assert steps.error == ""
     assert {report.tokens for report in reports} == {NUM_TOKENS}
     other.check()
+    for number in range(4):
+        expected = one.engine.read(number, one.table, NUM_TOKENS)
+        assert (other.engine.read(number, other.table, NUM_TOKENS) == expected).all()
     assert [engine.caches.num_compiled for engine in engines] == num_compiled
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    """A torch engine in another process."""
+    command = [sys.executable, str(SCRIPT), *arguments]
+    environment = os.environ | {"PYTHONPATH": import_path(SCRIPT.parents[1])}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def test_a_torch_engine_in_another_process_fetches_from_arrays(make_side):
+    one = make_side("p0", "jax", 4, "bfloat16")
+    reference, *_ = one.lease()
+    with started("fetch", "2", "bfloat16") as other:
+        offer = {"reference": msgspec.to_builtins(reference), "addresses": one.addresses}
+        other.communicate(json.dumps(offer), timeout=2 * DEADLINE_S)
+    assert other.returncode == 0, "it has checked every byte"
+    one.heard(LeaseEnded)
+
+
+def test_arrays_get_what_a_torch_engine_in_another_process_has(make_side):
+    other = make_side("d0", "jax", 2, "bfloat16")
+    with started("lease", "3", "bfloat16") as one:
+        offer = json.loads(one.stdout.readline())
+        other.fetch(msgspec.convert(offer["reference"], Reference), tuple(offer["addresses"]))
+        other.heard(Fetched)
+        one.communicate(timeout=2 * DEADLINE_S)
+    assert one.returncode == 0
+    other.check()
 
 
 def test_arrays_that_are_gone_cost_the_cache_and_not_the_engine(make_side):
     """The request fails with the reason; when the engine has put its arrays right, the next one is served."""
-    one = make_side("p0", EngineShape(2, 1, 4, 16, format="token-major"), "float32", True)
-    other = make_side("d0", EngineShape(1, 1, 6, 9, format="head-major"), "float32", False)
+    one, other = make_side("p0", "jax", 2, "float32"), make_side("d0", "torch", 1, "float32")
     reference = one.lease()[0]
-    with one.jax.caches.turn() as turn:
+    with one.engine.caches.turn() as turn:
         jax.jit(lambda array: array + 1, donate_argnums=0)(turn.arrays[0])
-    other.fetch(one, reference)
+    other.fetch(reference, one.addresses)
     (failed,) = other.heard(FetchFailed)
     assert "was donated" in str(failed.error)
     other.heard(BlocksReleased)
     one.heard(LeaseEnded)
     reference = one.lease()[0]
-    other.fetch(one, reference)
+    other.fetch(reference, one.addresses)
     other.heard(Fetched)
     other.check()

@@ -46,8 +46,8 @@ def test_every_bit_of_any_rows_moves_and_no_other(side, dtype, format, rank):
             buffer[:] = dice.integers(0, 256, len(buffer))
     engine.upload()
     one, layout = side(engine.caches, rank), engine.layouts[rank]
-    block, smallest = units_of(layout, 0)
-    for unit, count in ((block, 3), (smallest, 40), (smallest, 1)):
+    block, vector, element = units_of(layout, 0)
+    for unit, count in ((block, 3), (vector, 40), (vector, 1), (element, 40)):
         inside, outside, length = random_rows(dice, layout, unit, count)
         total = int(length.sum())
         assert one.move(inside, one.address + outside, length) == ""
@@ -84,7 +84,8 @@ def test_a_put_is_in_place(monkeypatch, dtype):
     for wanted, program in made.items():
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes == (piece_bytes if wanted.puts else 0)
-        units = 4 * wanted.num_units * wanted.unit_bytes + 4096
+        # Beside the units their numbers, too.
+        units = wanted.num_units * (4 * wanted.unit_bytes + 8) + 4096
         array = piece_bytes if wanted.puts and is_widened(np.dtype(dtype), "cpu") else 0
         assert memory.temp_size_in_bytes <= units + array
 
@@ -148,7 +149,7 @@ def test_what_is_put_lies_where_it_was(side):
 
 def test_more_units_than_one_program_takes(side):
     engine = JaxEngine(model_of(jnp.int8, 1), shape_of(num_blocks=5000), jnp.int8)
-    region, unit = engine.layouts[0].regions[0], units_of(engine.layouts[0], 0)[-1]
+    region, unit = engine.layouts[0].regions[0], units_of(engine.layouts[0], 0)[1]
     num_units = sizes_of(unit)[-1] + 7
     assert num_units * unit < region.size_bytes
     one = side(engine.caches)
@@ -175,6 +176,12 @@ def test_steps_of_the_engine_go_on_between_copies(side):
             last = max(number for number in range(20) if 2 * number % NUM_BLOCKS == block // 2 * 2)
             own = np.full(unit, last, np.uint8) if block % 2 else np.full(unit // 4, last, np.float32).view(np.uint8)
             assert (blocks[block] == own).all(), block
+
+
+def test_an_array_with_more_elements_than_programs_can_number_is_cut_into_larger_units():
+    (layout,) = describe(model_of(jnp.float32, 1), shape_of(1, num_blocks=1 << 26), FIRST_ADDRESS)
+    assert layout.regions[0].size_bytes == 1 << 34
+    assert units_of(layout, 0) == (256, 32)
 
 
 @pytest.mark.parametrize(
@@ -208,13 +215,13 @@ def test_the_largest_unit_that_fits_is_taken():
 @pytest.mark.parametrize(
     ("format", "units"),
     [
-        ("token-major", (256, 32)),
-        ("head-major", (256, 32)),
-        ("interleaved", (256, 32)),
-        ("packed", (32,)),
-        ("block-major", (256, 32)),
+        ("token-major", (256, 32, 4)),
+        ("head-major", (256, 32, 4)),
+        ("interleaved", (256, 32, 4)),
+        ("packed", (32, 4)),
+        ("block-major", (256, 32, 4)),
     ],
 )
-def test_units_are_a_states_blocks_and_what_nobody_divides(format, units):
+def test_units_are_a_states_blocks_what_nobody_divides_and_elements(format, units):
     (layout,) = describe(model_of(jnp.float32), shape_of(1, format), FIRST_ADDRESS)
     assert units_of(layout, 0) == units

@@ -17,16 +17,21 @@ SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 MIN_BYTES, MAX_BYTES = 64 << 10, 32 << 20
 """To pad a call to the first costs next to nothing; more than the second are taken or put only where one unit is."""
 
+MAX_UNITS = (1 << 31) - 1
+"""Programs number units in 32 bits."""
+
 
 def units_of(layout: Layout, region: int) -> tuple[int, ...]:
-    """Of a region, in bytes, the larger first: a block, and what no engine divides, such as a vector of one head and
-    token."""
+    """Of a region, in bytes, the larger first: a block; what no engine divides, such as a vector of one head and token;
+    and an element, for the rows that a slot ends amid."""
     states, size_bytes = layout.state_named(), layout.regions[region].size_bytes
-    block = smallest = size_bytes
+    block = vector = element = size_bytes
     for placement in (each for each in layout.placements if each.region == region):
+        state = states[placement.state]
         block = gcd(block, placement.block_stride, placement.offset)
-        smallest = gcd(smallest, _undivided(states[placement.state], placement))
-    return tuple(sorted({block, smallest}, reverse=True))
+        vector = gcd(vector, _undivided(state, placement))
+        element = gcd(element, state.item_bytes)
+    return tuple(sorted({unit for unit in (block, vector, element) if size_bytes // unit < MAX_UNITS}, reverse=True))
 
 
 def _undivided(state: State, placement: Placement) -> int:
@@ -64,13 +69,14 @@ def calls_for(num_units: int, unit_bytes: int) -> Iterator[slice]:
 def unit_for(offset: Column, length: Column, units: tuple[int, ...]) -> int:
     """The largest unit of which all rows consist. Raises TransportError if none is."""
     for unit in units:
-        if not ((offset | length) % unit if unit & (unit - 1) == 0 else (offset % unit) + (length % unit)).any():
+        remains = (offset | length) % unit if unit & (unit - 1) == 0 else (offset % unit) + (length % unit)
+        if not remains.any():
             return unit
+    row = int(np.flatnonzero(remains)[0])
     raise TransportError(
         "an array of JAX cannot be cut into these rows",
-        found=f"{int(length[0])} bytes at offset {int(offset[0])}",
+        found=f"{int(length[row])} bytes at offset {int(offset[row])}",
         expected=f"multiples of {units[-1]} bytes",
-        hint="does the other engine divide an axis that this one keeps whole?",
     )
 
 
