@@ -14,7 +14,6 @@ from kvferry.jax_caches import FIRST_ADDRESS
 from kvferry.layout import describe
 from kvferry.staging.jax_arrays import programs
 from kvferry.staging.jax_arrays.held_arrays import Place
-from kvferry.staging.jax_arrays.programs import is_widened
 from kvferry.staging.jax_arrays.units import calls_for, sizes_of, unit_for, units_of
 
 DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8]
@@ -86,7 +85,7 @@ def test_a_put_is_in_place(monkeypatch, dtype):
         assert memory.alias_size_in_bytes == (piece_bytes if wanted.puts else 0)
         # Beside the units their numbers, too.
         units = wanted.num_units * (4 * wanted.unit_bytes + 8) + 4096
-        array = piece_bytes if wanted.puts and is_widened(np.dtype(dtype), "cpu") else 0
+        array = piece_bytes if wanted.puts and wanted.kind.is_copied_by_puts else 0
         assert memory.temp_size_in_bytes <= units + array
 
 

@@ -69,7 +69,11 @@ class ArrayCopies:
             for part in parts:
                 units = np.zeros((size_for(len(part.numbers), part.unit_bytes), part.unit_bytes), np.uint8)
                 gather(part.host, part.length, units.reshape(-1))
-                begun.callback(self._held.put(part.place, part.numbers, units, part.unit_bytes).block_until_ready)
+                done = self._held.put(part.place, part.numbers, units, part.unit_bytes)
+                begun.callback(done.block_until_ready)
+                if self._held.kinds[part.place.rank][part.place.array].is_copied_by_puts:
+                    # Else all arrays of a slot would be there twice at a time.
+                    done.block_until_ready()
                 yield
 
     def _parts(self, inside: Column, outside: Column, rows: Copies) -> Iterator[_Part]:

@@ -41,6 +41,21 @@ class ArrayKind(NamedTuple):
     def num_bytes(self) -> int:
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
+    @property
+    def platform(self) -> str:
+        (device,) = self.where.device_set
+        return str(device.platform)
+
+    @property
+    def is_copied_by_puts(self) -> bool:
+        """Whether there is a copy of the array while units are put.
+
+        XLA's CPU platform computes with wider numbers where it only has to move these, which changes NaNs: there all of
+        the array is moved, as integers.
+        """
+        is_float = jnp.issubdtype(self.dtype, jnp.floating)
+        return bool(self.platform == "cpu" and is_float and self.dtype.itemsize < 4 and self.dtype != jnp.float16)
+
 
 class _Program(NamedTuple):
     """What one is compiled for."""
@@ -96,16 +111,6 @@ class Programs:
         return self._compiled[wanted]
 
 
-def is_widened(dtype: Any, platform: str) -> bool:
-    """Whether XLA computes with wider numbers where it only has to move these, as on CPUs, which changes NaNs.
-
-    Moved as integers instead, an array is copied once on its way: one layer's, and not the cache.
-    """
-    return bool(
-        platform == "cpu" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and dtype != jnp.float16
-    )
-
-
 def _placed(numbers: Offsets, num_units: int, kind: ArrayKind, filler: int) -> jax.Array:
     """On the array's device, with a filler in the place of each unit that is none."""
     filled = np.full(num_units, filler, np.int32)
@@ -125,7 +130,7 @@ def _compiled(wanted: _Program) -> Callable[..., Any]:
         return jnp.take(as_bits(array).reshape(-1, unit_items), numbers, axis=0, mode="clip")
 
     def put(array: jax.Array, numbers: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if is_widened(kind.dtype, _platform(kind)):
+        if kind.is_copied_by_puts:
             held, new = as_bits(array), units
         else:
             held, new = array, jax.lax.bitcast_convert_type(units, array.dtype)
@@ -146,7 +151,7 @@ def _compiled(wanted: _Program) -> Callable[..., Any]:
         raise TransportError(
             "a program that copies cannot be compiled",
             found=f"{type(error).__name__}: {error}",
-            expected=f"one for {kind.dtype.name}{list(kind.shape)} on {_platform(kind)}",
+            expected=f"one for {kind.dtype.name}{list(kind.shape)} on {kind.platform}",
         ) from error
     return program
 
@@ -156,8 +161,3 @@ def _host_of(where: SingleDeviceSharding) -> SingleDeviceSharding:
     (device,) = where.device_set
     has_pinned = any(memory.kind == PINNED for memory in device.addressable_memories())
     return SingleDeviceSharding(device, memory_kind=PINNED) if has_pinned else where
-
-
-def _platform(kind: ArrayKind) -> str:
-    (device,) = kind.where.device_set
-    return str(device.platform)
