@@ -22,8 +22,8 @@ SOURCE_TABLE, TARGET_TABLE = (3, 9, 1, 15, 0, 7), (8, 0, 5, 2)
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
-def model_of(dtype: str) -> CacheModel:
-    return attention(2, NUM_HEADS, HEAD_DIM, dtype, ITEM_BYTES[dtype])
+def model_of(dtype: str, num_heads: int = NUM_HEADS) -> CacheModel:
+    return attention(2, num_heads, HEAD_DIM, dtype, ITEM_BYTES[dtype])
 
 
 class AgentsOfEngine:

@@ -45,11 +45,14 @@ class JaxEngine:
         self.pictures = [oracle.Memory.poisoned(layout) for layout in self.layouts]
         self._dtype, self._heads_axis = np.dtype(dtype), 1 if shape.format == "head-major" else 2
         self._block_tokens = shape.block_tokens
-        mesh = Mesh(np.array(jax.devices()[: shape.tensor_parallel]), ("heads",))
         names = [None, None, None, None]
         names[self._heads_axis] = "heads"
-        self._sharding = NamedSharding(mesh, PartitionSpec(*names))
         heads, dim = (axis.extent for axis in self.layouts[0].states[0].axes)
+        # Where there are more devices than heads, several have the same.
+        self._num_parts = min(heads, shape.tensor_parallel)
+        devices = np.array(jax.devices()[: shape.tensor_parallel]).reshape(self._num_parts, -1)
+        mesh = Mesh(devices, ("heads", "replicas"))
+        self._sharding = NamedSharding(mesh, PartitionSpec(*names))
         inner = (heads, shape.block_tokens) if shape.format == "head-major" else (shape.block_tokens, heads)
         self._shape = (shape.num_blocks, *inner, dim)
         self.caches = JaxCaches(self._arrays(), self.layouts)
@@ -99,7 +102,7 @@ class JaxEngine:
 
     def _arrays(self) -> tuple[jax.Array, ...]:
         local = list(self._shape)
-        local[self._heads_axis] //= len(self.layouts)
+        local[self._heads_axis] //= self._num_parts
         return tuple(self._array(number, local) for number in range(len(self.layouts[0].regions)))
 
     def _array(self, number: int, local: list[int]) -> jax.Array:

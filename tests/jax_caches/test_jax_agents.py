@@ -32,12 +32,14 @@ SCRIPT = Path(__file__).with_name("torch_process.py")
 def make_side() -> Iterator:
     made: list[AgentsOfEngine] = []
 
-    def make(engine_id: str, kind: str, tensor_parallel: int, dtype: str, format: str = "") -> AgentsOfEngine:
+    def make(
+        engine_id: str, kind: str, tensor_parallel: int, dtype: str, format: str = "", model=None
+    ) -> AgentsOfEngine:
         """Engines of JAX have a block's tokens first (NHD), those of torch its heads (HND)."""
         block_tokens, num_blocks = (4, 16) if engine_id == "p0" else (6, 9)
         format = format or ("token-major" if kind == "jax" else "head-major")
         shape = EngineShape(tensor_parallel, 1, block_tokens, num_blocks, format=format)
-        made.append(AgentsOfEngine(engine_id, ENGINES[kind](model_of(dtype), shape, dtype)))
+        made.append(AgentsOfEngine(engine_id, ENGINES[kind](model or model_of(dtype), shape, dtype)))
         return made[-1]
 
     yield make
@@ -104,6 +106,20 @@ def test_a_cache_moves_while_engines_compute(make_side, way):
         expected = one.engine.read(number, one.table, NUM_TOKENS)
         assert (other.engine.read(number, other.table, NUM_TOKENS) == expected).all()
     assert [engine.caches.num_compiled for engine in engines] == num_compiled
+
+
+@pytest.mark.parametrize(("source", "target"), [(("jax", 4), ("torch", 2)), (("torch", 1), ("jax", 4))])
+def test_devices_with_the_same_heads_all_get_them(make_side, source, target):
+    """Of a mesh in which arrays are replicated: two heads are on four devices."""
+    model = model_of("int8", 2)
+    one, other = make_side("p0", *source, "int8", model=model), make_side("d0", *target, "int8", model=model)
+    reference, *_ = one.lease()
+    other.fetch(reference, one.addresses)
+    other.heard(Fetched)
+    one.heard(LeaseEnded)
+    other.check()
+    expected = one.engine.read(0, one.table, NUM_TOKENS)
+    assert (other.engine.read(0, other.table, NUM_TOKENS) == expected).all()
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
