@@ -130,6 +130,19 @@ def test_a_platform_without_pinned_memory(monkeypatch, side):
     assert (one.host[:unit] == engine.pictures[0].at(region.address, unit)).all()
 
 
+def test_a_platform_that_names_pinned_memory_and_cannot_write_there(monkeypatch):
+    """As JAX 0.8 on CPUs."""
+    where, host_of = jax.sharding.SingleDeviceSharding(jax.devices()[0]), programs._host_of.__wrapped__
+
+    def refused(_: object) -> None:
+        raise jax.errors.JaxRuntimeError("NOT_FOUND: No registered implementation")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jnp, "negative", refused)
+        assert host_of(where, "pinned_host") is where
+    assert host_of(where, "pinned_host").memory_kind == "pinned_host"
+
+
 def test_what_is_put_lies_where_it_was(side):
     engine = JaxEngine(model_of(jnp.float32), shape_of(), jnp.float32)
     region = engine.layouts[0].regions[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import product
 from typing import Any, Final, NamedTuple
 
@@ -145,7 +146,7 @@ def _compiled(wanted: _Program) -> Callable[..., Any]:
         if wanted.puts:
             lowered = jax.jit(put, donate_argnums=0).lower(array, numbers, units)
         else:
-            lowered = jax.jit(take, out_shardings=_host_of(kind.where)).lower(array, numbers)
+            lowered = jax.jit(take, out_shardings=_host_of(kind.where, PINNED)).lower(array, numbers)
         program: Callable[..., Any] = lowered.compile()
     except Exception as error:
         raise TransportError(
@@ -156,8 +157,16 @@ def _compiled(wanted: _Program) -> Callable[..., Any]:
     return program
 
 
-def _host_of(where: SingleDeviceSharding) -> SingleDeviceSharding:
-    """Pinned memory of the host, where the device writes without a copy between, if its platform has that."""
+@cache
+def _host_of(where: SingleDeviceSharding, memory_kind: str) -> SingleDeviceSharding:
+    """This kind of memory, if a program of the device can write there. JAX 0.8 names it on CPUs, and cannot."""
     (device,) = where.device_set
-    has_pinned = any(memory.kind == PINNED for memory in device.addressable_memories())
-    return SingleDeviceSharding(device, memory_kind=PINNED) if has_pinned else where
+    if all(memory.kind != memory_kind for memory in device.addressable_memories()):
+        return where
+    host = SingleDeviceSharding(device, memory_kind=memory_kind)
+    one = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=where)
+    try:
+        jax.jit(jnp.negative, out_shardings=host).lower(one).compile()
+    except jax.errors.JaxRuntimeError:
+        return where
+    return host
