@@ -166,7 +166,8 @@ def _host_of(where: SingleDeviceSharding, memory_kind: str) -> SingleDeviceShard
     host = SingleDeviceSharding(device, memory_kind=memory_kind)
     one = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=where)
     try:
-        jax.jit(jnp.negative, out_shardings=host).lower(one).compile()
+        lowered = jax.jit(jnp.negative, out_shardings=host).lower(one)
+        lowered.compile()
     except jax.errors.JaxRuntimeError:
         return where
     return host
