@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mover_side import DEADLINE_S
 
+from kvferry.errors import ConfigurationError
 from kvferry.staging.jax_arrays import programs
 from kvferry.staging.jax_arrays.held_arrays import HeldArrays
 from kvferry.staging.jax_arrays.units import units_of
@@ -147,6 +148,15 @@ def test_a_copy_has_ended_when_the_device_says_so_of_all_arrays(engine, side, mo
         assert "the device is gone" in one.move(*rows)
     assert len(waited) == 3
     assert one.move(*rows) == ""
+
+
+def test_a_turn_within_a_turn_is_refused_and_the_first_goes_on(engine):
+    with engine.caches.turn() as turn:
+        with pytest.raises(ConfigurationError, match="a turn cannot be taken within a turn"), engine.caches.turn():
+            pass
+        assert len(turn.arrays) == len(engine.layouts[0].regions)
+    with engine.caches.turn():
+        pass
 
 
 def test_a_mover_that_is_closed_leaves_no_thread(engine, side, gate):

@@ -59,16 +59,27 @@ class HeldArrays:
         )
         self.programs = Programs()
         self._lock = threading.Lock()
+        self._in_turn = 0
 
     @contextmanager
     def turn(self) -> Iterator[Turn]:
-        """For what begins the engine's next step. Raises ConfigurationError when other arrays are left."""
+        """For what begins the engine's next step. Raises ConfigurationError when other arrays are left, and within a
+        turn of the same thread."""
+        # Only this thread itself can have written its own name there.
+        if self._in_turn == threading.get_ident():
+            raise ConfigurationError(
+                "a turn cannot be taken within a turn",
+                found="a second one in the same thread",
+                hint="do all that begins a step in one turn, and leave it",
+            )
         with self._lock:
             given = tuple(array.whole() for array in self._arrays)
             turn = Turn(given)
+            self._in_turn = threading.get_ident()
             try:
                 yield turn
             finally:
+                self._in_turn = 0
                 if turn.arrays is not given:
                     self._take_in(tuple(turn.arrays))
 
