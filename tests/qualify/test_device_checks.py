@@ -32,6 +32,39 @@ def test_kernels_that_are_wrong_fail(broken, words):
     assert (found.result, words in found.words) == (Result.FAILED, True), found.words
 
 
+@pytest.mark.parametrize(
+    ("reads", "way"), [(True, "from the host to the device"), (False, "from the device to the host")]
+)
+def test_pinned_memory_that_the_device_does_not_reach_is_found(reads, way):
+    class Unpinned(StandIn):
+        """What a kernel reads there is nothing, or what it writes there is lost."""
+
+        def __init__(self):
+            super().__init__()
+            self.host = []
+
+        def pinned(self, num_bytes):
+            self.host.append(found := self.empty(num_bytes))
+            return found
+
+        def changed(self, source, target, length):
+            lost = self.host and int((source if reads else target)[0])
+            is_there = any(0 <= lost - each.data_ptr() < len(each) for each in self.host)
+            return super().changed(source, target, length * (not is_there))
+
+    found = kernels.check(Unpinned())
+    assert (found.result, way in found.words) == (Result.FAILED, True), found.words
+
+
+def test_every_device_is_tried_and_the_wrong_one_is_named(monkeypatch):
+    monkeypatch.setattr(kernels, "number_of", lambda kind: 3)
+    monkeypatch.setattr(kernels, "TorchDevice", lambda kind, number: Shortened() if number == 1 else StandIn())
+    found = kernels.run("cuda")
+    assert (found.result, found.words.startswith("device 1: ")) == (Result.FAILED, True)
+    monkeypatch.setattr(kernels, "TorchDevice", lambda kind, number: StandIn())
+    assert kernels.run("cuda").words.startswith("on each of 3 devices ")
+
+
 @pytest.fixture
 def little(monkeypatch):
     monkeypatch.setattr(copy_rates, "TOTAL_BYTES", 1 << 16)
@@ -60,6 +93,19 @@ def test_wrong_bytes_have_no_rate(little):
     found = copy_rates.check(Late())
     assert (found.result, found.words) == (Result.FAILED, "gather to the host, rows of 256 bytes: wrong bytes")
     assert found.figures == ()
+
+
+def test_a_kernel_that_fills_the_gaps_has_no_rate(little):
+    class Filling(StandIn):
+        def changed(self, source, target, length):
+            return source.tolist(), target.tolist(), [each + 1 for each in length.tolist()[:-1]] + [int(length[-1])]
+
+    found = copy_rates.check(Filling(limit=1.0, rows=1.0))
+    assert (found.result, found.words) == (Result.FAILED, "scatter from the host, rows of 256 bytes: wrong bytes")
+
+
+def test_without_free_memory_rates_are_left_out(little):
+    assert copy_rates.check(StandIn(free_bytes=0)).result is Result.SKIPPED
 
 
 def test_rates_are_those_of_copies_that_were_made(little):

@@ -17,13 +17,17 @@ from kvferry.cli.qualify import report as reports
 from kvferry.cli.qualify.checks import CHECKS, Check
 from kvferry.cli.qualify.one_check import outcome_of
 from kvferry.cli.qualify.run import outcomes
+from kvferry.qualify import find_device
 from kvferry.qualify.outcome import Figure, Outcome, Result, failed, passed, skipped
 from kvferry.qualify.page import page
-from kvferry.qualify.privacy import without_names
+from kvferry.qualify.privacy import cleaner
 from kvferry.qualify.verdict import Report, report_of
 from kvferry.staging.device.table import BUILT_IN
+from kvferry.transport.machine.facts import Accelerator
 
 GOOD, BAD = passed("kernels", "every row is right"), failed("answers", "2 of 24 answers differ")
+FAST = passed("copy rates", "1,024 MiB", (Figure("gather", 50.0, 0.96, "a pinned copy", 0.97, 0.9 * 0.97),))
+NOT_FOR_IT = msgspec.structs.replace(skipped("kernels", "memory of the host needs none"), applies=False)
 LEFT_OUT = skipped("fetches", "no UCX here")
 SLOW = passed("copy rates", "1,024 MiB", (Figure("gather", 40.0, 0.8, "a pinned copy", 0.97, 0.9 * 0.97),))
 
@@ -31,7 +35,16 @@ SLOW = passed("copy rates", "1,024 MiB", (Figure("gather", 40.0, 0.8, "a pinned 
 @pytest.mark.parametrize(
     ("device", "found", "result", "words"),
     [
-        ("cuda", [GOOD], "passed", "kvferry is right with this machine's CUDA devices, and as fast as is expected."),
+        ("cuda", [GOOD], "passed", "kvferry is right with this machine's CUDA devices."),
+        ("cuda", [FAST], "passed", "kvferry is right with this machine's CUDA devices, and as fast as is expected."),
+        # What a machine is says nothing for it.
+        ("cuda", [passed("machine", "2 x H100")], "skipped", "Nothing was checked."),
+        (
+            "cuda",
+            [failed("machine", "no driver")],
+            "failed",
+            "Do not use kvferry with this machine's CUDA devices as they are set up: machine failed.",
+        ),
         (
             "rocm",
             [GOOD, SLOW],
@@ -48,7 +61,7 @@ SLOW = passed("copy rates", "1,024 MiB", (Figure("gather", 40.0, 0.8, "a pinned 
             "cpu",
             [GOOD, LEFT_OUT],
             "passed",
-            "kvferry is right with this machine's host memory, and as fast as is expected. No accelerator was checked: "
+            "What was checked of kvferry is right with this machine's host memory. No accelerator was checked: "
             "this says nothing of devices. Not checked: fetches; the reasons are below.",
         ),
         (
@@ -58,7 +71,14 @@ SLOW = passed("copy rates", "1,024 MiB", (Figure("gather", 40.0, 0.8, "a pinned 
             "Do not use kvferry with this machine's host memory as it is set up: answers failed. No accelerator was "
             "checked: this says nothing of devices.",
         ),
-        ("tpu", [LEFT_OUT], "skipped", "Nothing could be checked here. Not checked: fetches; the reasons are below."),
+        (
+            "cpu",
+            [GOOD, FAST, NOT_FOR_IT],
+            "passed",
+            "kvferry is right with this machine's host memory. No accelerator was checked: "
+            "this says nothing of devices.",
+        ),
+        ("tpu", [LEFT_OUT], "skipped", "Nothing was checked. Not checked: fetches; the reasons are below."),
     ],
 )
 def test_the_verdict_is_in_plain_words(device, found, result, words):
@@ -71,20 +91,26 @@ def test_several_names_are_listed_as_people_do():
     assert "kernels, answers and restart failed" in report_of("1", "cuda", three, 1.0).verdict
 
 
+NAMES = ("gpu-node-17", "gpu-node-17.example.org", "ann", "x")
+
+
 @pytest.mark.parametrize(
     "secret",
     [
         *("/home/ann/models/llama", "/usr/lib/x86_64-linux-gnu/libcuda.so.1", "~/caches/kv", "file:///srv/data/x"),
+        *("/tmp", "/data", "~bob/keys", "../secret/keys", "a.b/home/bob/secret", "/home/bob:/home/eve/models"),
         *("10.1.2.3", "192.168.0.17:8000", "fe80::1ff:fe23:4567:890a", "[2001:db8::1]:443", "00:1b:44:11:3a:b7"),
-        *("gpu-node-17.example.org", "gpu-node-17", "GPU-NODE-17", "ann", "0x7f3a5c001000"),
+        *("gpu-node-17.example.org", "gpu-node-17", "GPU-NODE-17", "node_gpu-node-17_1", "ann", "0x7f3a5c001000"),
+        *("http://other.corp.example:8000/v1", "other.corp.example", "ip-10-1-2-3", "7f3a5c001000"),
+        "8f4e2b1a-1234-1234-1234-123456789abc",
     ],
 )
 def test_nothing_names_the_machine_or_its_user(secret):
-    text = f"open failed ({secret}): no, {secret}; '{secret}'"
-    found = Outcome("machine", Result.FAILED, text, facts=((f"a {secret}", text),))
-    names = ("gpu-node-17", "gpu-node-17.example.org", "ann")
-    told = msgspec.json.encode(without_names(report_of("1", "cuda", [found], 1.0), names)).decode()
-    assert secret.lower() not in told.lower().replace("planned", "")
+    text = f"open failed ({secret}): no, {secret}; '{secret}', path:{secret} {secret}. {secret}"
+    found = cleaner(NAMES)(Outcome("machine", Result.FAILED, text, facts=((f"a {secret}", text),)))
+    told = msgspec.json.encode(found).decode()
+    assert secret.lower() not in told.lower()
+    assert not re.search("bob|eve|keys|corp", told)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +119,12 @@ def test_nothing_names_the_machine_or_its_user(secret):
         "UCX_TLS=ze_ipc,ze_copy,tcp; 2 sets that cannot work are refused",
         "1.5.1 of nixl-cu13, torch 2.13.0+cpu, read 5.3 GB/s at 12:34:56",
         "one of 9 reads/writes; hint: kvferry[agent]; planned 3/4; 400 Gbit/s",
-        "rc_mlx5/mlx5_0:1, tcp/lo",
+        "rc_mlx5/mlx5_0:1, tcp/lo, cuda_ipc/cuda; docs/transports.md",
+        "Linux 6.18.44-fc-v669 on x86_64; pip install 'kvferry[nixl]'; kernel.yama",
     ],
 )
 def test_what_names_nobody_stays(text):
-    found = without_names(report_of("1", "cuda", [passed("machine", text)], 1.0), ("ann", "x"))
-    assert found.outcomes[0].words == text
+    assert cleaner(NAMES)(passed("machine", text)).words == text
 
 
 def test_the_page_has_everything_and_the_report_itself():
@@ -132,7 +158,7 @@ def module(tmp_path, monkeypatch):
 
 
 def run(*checks, total_s=600.0):
-    return list(outcomes(checks, "cpu", lambda _: None, total_s))
+    return list(outcomes(checks, "cpu", lambda _: None, lambda outcome: outcome, total_s))
 
 
 def test_an_outcome_comes_from_another_process_whatever_is_printed_there(module):
@@ -174,6 +200,17 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_has_started(module, tmp_pa
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def test_what_the_ten_minutes_cut_off_has_not_failed(module):
+    (found,) = run(module("slow", "import time\ndef run(kind): time.sleep(600)", limit_s=60.0), total_s=6.0)
+    assert (found.result, found.words) == (Result.SKIPPED, "the 0.1 minutes are over")
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')"])
+def test_too_little_memory_says_nothing_of_what_is_right(module, error):
+    (found,) = run(module("hungry", f"def run(kind): raise {error}"))
+    assert (found.result, found.words.startswith("not enough memory is free")) == (Result.SKIPPED, True)
+
+
 def test_a_library_that_is_not_installed_leaves_the_check_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvferry.qualify.checks.kernels", None)
     monkeypatch.setattr("kvferry.cli.qualify.one_check.import_module", lambda name: __import__("triton_is_not_here"))
@@ -198,8 +235,8 @@ def test_where_the_machine_is_not_fit_nothing_else_is_tried(module):
 
 
 def test_when_the_time_is_over_nothing_is_begun():
-    found = run(*CHECKS[:2], total_s=1.0)
-    assert {(each.result, each.words) for each in found[:1]} == {(Result.SKIPPED, "the 0.0166667 minutes are over")}
+    found = run(CHECKS[0], total_s=1.0)
+    assert {(each.result, each.words) for each in found} == {(Result.SKIPPED, "the 0.0167 minutes are over")}
 
 
 def test_every_check_is_there_and_says_of_every_device_whether_it_is_for_it():
@@ -250,9 +287,46 @@ def test_libraries_that_are_not_installed_are_named_before_anything_is_run(monke
     assert f"the checks need torch, not installed here: pip install 'kvferry[{extras}]'" in found.output
 
 
+def test_nothing_that_anybody_sees_names_the_machine(module, monkeypatch, tmp_path):
+    """On stdout, on stderr, and on the page."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reports, "_names", lambda: ("gpu-node-17",))
+    secret = "gpu-node-17 at 10.1.2.3: /home/bob/libcuda.so"
+    check = module("telling", f"import os\ndef run(kind): print({secret!r}, flush=True); os._exit(3)")
+    monkeypatch.setattr(reports, "_checks", lambda only: (check,))
+    for words in (["--json"], []):
+        found = CliRunner().invoke(app, ["qualify", "--device", "cpu", *words])
+        seen = found.output + found.stderr + (tmp_path / "kvferry-qualify.html").read_text()
+        assert "(name) at (address): (path)" in " ".join(seen.split())
+        assert not re.search(r"gpu-node|10\.1|bob", seen)
+
+
+@pytest.mark.parametrize(
+    ("bus", "reached", "kind"),
+    [
+        ([], {}, "cpu"),
+        (["xpu", "cuda"], {"cuda": 2}, "cuda"),
+        # A processor's own graphics, or a card that the container was not given.
+        (["xpu"], {}, "cpu"),
+        ([], {"xpu": 1}, "xpu"),
+        (["tpu", "tpu"], {}, "tpu"),
+    ],
+)
+def test_the_device_is_one_that_the_libraries_reach(monkeypatch, bus, reached, kind):
+    monkeypatch.setattr(find_device, "accelerators", lambda: [Accelerator("0", each) for each in bus])
+    monkeypatch.setattr(find_device, "number_of", lambda each: reached.get(each, 0))
+    assert find_device.find_device() == kind
+
+
+def test_a_driver_that_ends_the_process_leaves_the_choice_to_the_user(monkeypatch):
+    monkeypatch.setattr(reports, "FIND", "no_such_module")
+    found = CliRunner().invoke(app, ["qualify"])
+    assert (found.exit_code, "name one with --device" in found.output) == (2, True)
+
+
 @pytest.mark.parametrize(("outcome", "code"), [(GOOD, 0), (SLOW, 1), (BAD, 2), (LEFT_OUT, 0)])
 def test_the_exit_code_says_what_came_of_it(monkeypatch, outcome, code):
     monkeypatch.setattr(reports, "outcomes", lambda *_: iter([outcome]))
-    found = CliRunner().invoke(app, ["qualify", "--page", ""])
+    found = CliRunner().invoke(app, ["qualify", "--device", "cpu", "--page", ""])
     assert found.exit_code == code
     assert outcome.check in found.output

@@ -71,21 +71,27 @@ def test_device_memory_is_read_and_written_with_its_carrier(nixl):
 
 
 @pytest.mark.parametrize(
-    ("post", "words"), [(4, "READ between devices brings wrong bytes"), (10, "the self-test fails")]
+    ("post", "words"), [(2, "READ between devices brings wrong bytes"), (6, "the self-test fails")]
 )
 def test_one_wrong_bit_between_devices_is_a_failure(nixl, post, words):
-    """The last of five reads of one row, and the first of the self-test."""
+    """The last of three reads of one row, and the first of the self-test."""
     found = device_transports.check(IN_HOST, 0, flipping(nixl, post))
     assert (found.result, words in found.words) == (Result.FAILED, True), found.words
 
 
-def test_a_write_that_does_not_arrive_is_a_failure(nixl):
+# The first of one row, the last of many.
+@pytest.mark.parametrize("which", [1, 6])
+def test_a_write_that_does_not_arrive_is_a_failure(nixl, which):
     class Forgetful(ForwardingTransport):
-        """Says that writes have ended; nothing is written."""
+        """Says that one write has ended; nothing is written."""
+
+        num_writes = 0
 
         def post(self, peer, copies, direction):
-            is_large = direction is device_transports.WRITE and copies.num_bytes == device_transports.TOTAL_BYTES
-            return self._inner.post(peer, copies.select(slice(0, 0)) if is_large else copies, direction)
+            if direction is device_transports.WRITE and copies.num_bytes == device_transports.TOTAL_BYTES:
+                self.num_writes += 1
+                copies = copies.select(slice(0, 0)) if self.num_writes == which else copies
+            return self._inner.post(peer, copies, direction)
 
     found = device_transports.check(IN_HOST, 0, lambda host: Forgetful(nixl(host)))
     assert (found.result, found.words) == (Result.FAILED, "WRITE between devices brings wrong bytes")
@@ -154,6 +160,15 @@ def test_too_little_memory_that_may_be_locked_is_a_failure():
     assert (found.result, "locked memory is too low" in found.words) == (Result.FAILED, True)
 
 
+def test_without_nixl_device_memory_is_left_out(monkeypatch):
+    monkeypatch.setattr(fetches, "has_nixl", lambda: False)
+    monkeypatch.setattr(fetches, "reaches_device", lambda system: True)
+    assert [way.buffer_device for way in fetches.ways("cuda")] == ["cpu"]
+    monkeypatch.setattr(device_transports, "has_nixl", lambda: False)
+    found = device_transports.run("cuda")
+    assert (found.result, found.words.startswith("NIXL is not installed: pip install")) == (Result.SKIPPED, True)
+
+
 def test_a_device_that_torch_does_not_see_is_a_failure_with_what_to_install():
     if torch.accelerator.is_available():
         pytest.skip("there is a device here")
@@ -177,8 +192,9 @@ def once(monkeypatch):
 def test_every_way_brings_every_byte(once):
     found = fetches.check(IN_HOST, LITTLE)
     assert found.result in (Result.PASSED, Result.SLOW), found.words
-    assert [figure.name for figure in found.figures] == ["auto, host memory", "pack, host memory"]
-    assert dict(found.facts)["pack, host memory"].startswith("pack over ")
+    names = [f"{pair}, {way}, host memory" for pair in ("2 to 1", "1 to 2") for way in ("auto", "pack")]
+    assert [figure.name for figure in found.figures] == names
+    assert dict(found.facts)["1 to 2, pack, host memory"].startswith("pack over ")
 
 
 @pytest.mark.parametrize(
@@ -219,16 +235,23 @@ def test_a_source_that_cannot_start_is_a_failure(once, monkeypatch):
     assert (found.result, "the other process has ended; found: exit code 1" in found.words) == (Result.FAILED, True)
 
 
-def test_what_auto_takes_must_not_be_far_slower_than_the_best():
-    way = fetches.ways("cpu")[0]
-    assert fetches._figure(way, 4.0, 10.0, is_left_to_choose=True).is_slow
-    assert not fetches._figure(way, 6.0, 10.0, is_left_to_choose=True).is_slow
-    assert not fetches._figure(way, 1.0, 10.0, is_left_to_choose=False).is_slow
+@pytest.mark.parametrize(("rate", "is_slow"), [(4.0, True), (6.0, False)])
+def test_what_auto_takes_must_not_be_far_slower_than_the_best(rate, is_slow):
+    auto, *others = fetches.ways("cpu")
+    rates = {auto: rate, **dict.fromkeys(others, 1.0), others[0]: 10.0}
+    slow = [figure.name for figure in fetches._figures(fetches.Parallel(2, 1), rates) if figure.is_slow]
+    assert slow == (["2 to 1, auto, host memory"] if is_slow else [])
+
+
+@pytest.mark.parametrize(("num_devices", "source"), [(1, 2), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (16, 8)])
+def test_as_many_devices_take_part_as_there_are(num_devices, source):
+    assert fetches.pairs_for(num_devices) == (fetches.Parallel(source, 1), fetches.Parallel(1, 2))
 
 
 @pytest.mark.parametrize(
     ("is_reached", "names"), [(True, ["device", "device", "device", "device", "host"]), (False, ["host"])]
 )
 def test_ways_through_device_memory_need_a_ucx_that_reaches_it(monkeypatch, is_reached, names):
+    monkeypatch.setattr(fetches, "has_nixl", lambda: True)
     monkeypatch.setattr(fetches, "reaches_device", lambda system: is_reached)
     assert [way.name.split(", ")[1].split()[0] for way in fetches.ways("xpu")] == names

@@ -40,7 +40,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 class Outcome(msgspec.Struct, frozen=True):
     """Of the check called `check`. `words` says what was seen, why it failed, or why it was skipped; `facts` are names
-    and values."""
+    and values. What `applies` not has nothing to say of the kind of device."""
 
     check: str
     result: Result
@@ -48,6 +48,7 @@ class Outcome(msgspec.Struct, frozen=True):
     figures: tuple[Figure, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
+    applies: bool = True
 
 
 def passed(

@@ -1,50 +1,56 @@
-"""Takes out of a report what names a machine or a person: hosts, addresses, paths, users.
+"""Takes out of outcomes what names a machine or a person: hosts, addresses, paths, users.
 
-A report has no field for any of them, but errors of drivers and libraries are texts, which may say anything.
+An outcome has no field for any of them, but errors of drivers and libraries are texts, which may say anything.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
+
 from kvferry.qualify.outcome import Outcome
-from kvferry.qualify.verdict import Report
 
-PATH: Final = re.compile(r"(?<![\w.:/])(?:~|file:/{2})?/(?:[^\s/:;,'\"<>()\[\]]+/)+[^\s:;,'\"<>()\[\]]*")
-IPV4: Final = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?(?![\d.])")
-IPV6: Final = re.compile(
-    r"(?<![\w:])\[?(?:(?:[0-9a-f]{1,4}:)*:[0-9a-f:]*|(?:[0-9a-f]{1,4}:){3,7}[0-9a-f]{1,4})\]?(?::\d+)?(?![\w:])",
-    re.IGNORECASE,
+INSTEAD: Final = (
+    (re.compile(r"\b[a-z][a-z0-9+.-]*:/{2,3}[^\s'\"<>,;)]+", re.IGNORECASE), "(URL)"),
+    # From a slash that divides no two words, a home or a folder above, to the end of the word.
+    (re.compile(r"(?:~\w*|\.{1,2}|(?<![\w/)\]-]))/[^\s:;,'\"<>()\[\]]+"), "(path)"),
+    (re.compile(r"\w[\w.-]*(?:/[\w.-]+){2,}"), "(path)"),
+    (re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b", re.IGNORECASE), "(number)"),
+    (re.compile(r"(?<!\w)(?:[0-9a-f]{2}:){5}[0-9a-f]{2}(?![\w:])", re.IGNORECASE), "(address)"),
+    (re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?(?!\.?\d)"), "(address)"),
+    (
+        re.compile(
+            r"(?<!\w)\[?(?:[0-9a-f]{1,4}(?::[0-9a-f]{1,4})*::[0-9a-f:]*|::[0-9a-f][0-9a-f:]*"
+            r"|(?:[0-9a-f]{1,4}:){3,7}[0-9a-f]{1,4})\]?(?::\d+)?(?![\w:])",
+            re.IGNORECASE,
+        ),
+        "(address)",
+    ),
+    (re.compile(r"\b(?:[a-z0-9-]+\.){2,}[a-z]{2,}\b(?::\d+)?", re.IGNORECASE), "(host)"),
+    (re.compile(r"\bip-\d+-\d+-\d+-\d+\b"), "(host)"),
+    (re.compile(r"0x[0-9a-f]{4,}|\b(?=[a-f]*\d)[0-9a-f]{10,}\b", re.IGNORECASE), "(number)"),
 )
-MAC: Final = re.compile(r"(?<![\w:])(?:[0-9a-f]{2}:){5}[0-9a-f]{2}(?![\w:])", re.IGNORECASE)
-POINTER: Final = re.compile(r"0x[0-9a-f]{5,}", re.IGNORECASE)
-MIN_NAME: Final = 3
-"""Shorter names of hosts and users are parts of words."""
+MIN_NAME: Final = 2
+"""A single letter is part of every text."""
 
 
-def without_names(report: Report, names: Sequence[str]) -> Report:
-    """The same report, with `names` (of this host and its user), paths and addresses replaced."""
+def cleaner(names: Sequence[str]) -> Callable[[Outcome], Outcome]:
+    """What replaces `names` (of this host and its user), paths and addresses in an outcome."""
+    known = sorted({name for name in names if len(name) >= MIN_NAME}, key=len, reverse=True)
+    own = [re.compile(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", re.IGNORECASE) for name in known]
 
-    def clean(text: str) -> str:
-        for pattern, instead in ((PATH, "(path)"), (MAC, "(address)"), (IPV4, "(address)"), (IPV6, "(address)")):
+    def text_without(text: str) -> str:
+        for pattern in own:
+            text = pattern.sub("(name)", text)
+        for pattern, instead in INSTEAD:
             text = pattern.sub(instead, text)
-        text = POINTER.sub("(pointer)", text)
-        for name in names:
-            if len(name) >= MIN_NAME:
-                text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "(name)", text, flags=re.IGNORECASE)
         return text
 
-    outcomes = tuple(
-        Outcome(
-            each.check,
-            each.result,
-            clean(each.words),
-            each.figures,
-            tuple((clean(name), clean(value)) for name, value in each.facts),
-            each.seconds,
-        )
-        for each in report.outcomes
-    )
-    return Report(report.format, report.kvferry, report.device, report.verdict, report.result, outcomes, report.seconds)
+    def clean(outcome: Outcome) -> Outcome:
+        facts = tuple((text_without(name), text_without(value)) for name, value in outcome.facts)
+        return msgspec.structs.replace(outcome, words=text_without(outcome.words), facts=facts)
+
+    return clean

@@ -7,10 +7,12 @@ from typing import Final
 
 import msgspec
 
+from kvferry.qualify.expected import BY_KIND
 from kvferry.qualify.outcome import Outcome, Result
 
 FORMAT: Final = 1
 """Of the JSON. It changes when a field does."""
+DESCRIPTIONS: Final = ("machine", "UCX settings")
 ACCELERATORS: Final = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "Intel XPU", "tpu": "TPU"}
 
 
@@ -34,26 +36,35 @@ def report_of(version: str, device: str, outcomes: Sequence[Outcome], seconds: f
 
 def worst(outcomes: Sequence[Outcome]) -> Result:
     """Failed before slow before passed; skipped if nothing was checked."""
-    found = {outcome.result for outcome in outcomes}
+    found = {outcome.result for outcome in _evidence(outcomes)}
     return next((result for result in (Result.FAILED, Result.SLOW, Result.PASSED) if result in found), Result.SKIPPED)
 
 
+def _evidence(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """What a machine is says nothing for it, only against it."""
+    return [each for each in outcomes if each.check not in DESCRIPTIONS or each.result is Result.FAILED]
+
+
 def _sentences(device: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
-    by_result = {result: [each.check for each in outcomes if each.result is result] for result in Result}
+    found = _evidence(outcomes)
+    by_result = {result: [each.check for each in found if each.result is result] for result in Result}
+    left_out = [each.check for each in outcomes if each.result is Result.SKIPPED and each.applies]
     name = ACCELERATORS.get(device, "")
     where = f"this machine's {name} devices" if name else "this machine's host memory"
+    right = f"{'What was checked of ' if left_out else ''}kvferry is right with {where}"
     if failures := by_result[Result.FAILED]:
         as_set_up = "as they are set up" if name else "as it is set up"
         yield f"Do not use kvferry with {where} {as_set_up}: {_listed(failures)} failed."
     elif slow := by_result[Result.SLOW]:
-        yield f"kvferry is right with {where}, but slower than it should be: {_listed(slow)}."
+        yield f"{right}, but slower than it should be: {_listed(slow)}."
     elif by_result[Result.PASSED]:
-        yield f"kvferry is right with {where}, and as fast as is expected."
+        is_expected = device in BY_KIND and any(figure.least for each in found for figure in each.figures)
+        yield f"{right}, and as fast as is expected." if is_expected else f"{right}."
     else:
-        yield "Nothing could be checked here."
-    if device not in ACCELERATORS:
+        yield "Nothing was checked."
+    if not name:
         yield "No accelerator was checked: this says nothing of devices."
-    if left_out := by_result[Result.SKIPPED]:
+    if left_out:
         yield f"Not checked: {_listed(left_out)}; the reasons are below."
 
 

@@ -30,6 +30,8 @@ def outcome_of(module: str, kind: str) -> Outcome:
     except FerryError as error:
         return failed("", str(error))
     except Exception as error:  # noqa: BLE001 - the top of a process: drivers and compilers raise anything
+        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+            return skipped("", f"not enough memory is free: {error}")
         return failed("", f"{type(error).__name__}: {error}")
     return checked
 

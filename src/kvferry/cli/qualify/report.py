@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import getpass
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -22,26 +24,28 @@ from kvferry.extras import INCLUDED, MissingExtraError, how_to_install, missing_
 from kvferry.qualify.expected import GPUS
 from kvferry.qualify.outcome import Result
 from kvferry.qualify.page import page
-from kvferry.qualify.privacy import without_names
+from kvferry.qualify.privacy import cleaner
 from kvferry.qualify.verdict import Report, report_of
 from kvferry.staging.device.table import devices, load_devices
-from kvferry.transport.machine.hardware import accelerators
 from kvferry.transport.memory_kind import HOST
 
 EXIT_CODES: Final = {Result.PASSED: 0, Result.SKIPPED: 0, Result.SLOW: 1, Result.FAILED: 2}
+VENDORS: Final = dict.fromkeys(("rocm", "xpu"), ", after torch and its Triton from the index of that vendor's builds")
+FIND: Final = "kvferry.qualify.find_device"
+FIND_S: Final = 120.0
 STYLES: Final = {Result.PASSED: "green", Result.SLOW: "yellow", Result.FAILED: "bold red", Result.SKIPPED: "dim"}
 
 
 def qualify(options: QualifyOptions) -> int:
     """Run the checks, print what came of them, write the page; the exit code. Raises ConfigurationError for options
     that make no sense, before anything is run."""
-    kind, checks = _kind(options.device), _checks(options.only)
-    file = console.page_file(options.page)
+    checks, file = _checks(options.only), console.page_file(options.page)
+    kind = _kind(options.device)
     _check_installed(kind)
     console.say(f"checking {f'{kind} devices' if kind != HOST else 'memory of the host: no accelerator is here'}")
     began = time.monotonic()
-    found = list(outcomes(checks, kind, console.say))
-    report = without_names(report_of(__version__, kind, found, time.monotonic() - began), _names())
+    found = list(outcomes(checks, kind, console.say, cleaner(_names())))
+    report = report_of(__version__, kind, found, time.monotonic() - began)
     if options.as_json:
         console.data(as_json(report))
     else:
@@ -82,13 +86,26 @@ def _figures(report: Report) -> Table:
 
 
 def _kind(wanted: str) -> str:
-    """The device to check: the first on the bus that kvferry knows, unless one is asked for."""
+    """The device to check: what is asked for, or the first that the libraries here reach. Raises ConfigurationError for
+    one that nobody knows, MissingExtraError without torch."""
     load_devices()
+    if wanted and wanted not in devices():
+        raise ConfigurationError("unknown device", found=wanted, expected=" or ".join(devices()))
     if wanted:
-        if wanted not in devices():
-            raise ConfigurationError("unknown device", found=wanted, expected=" or ".join(devices()))
         return wanted
-    return next((each.kind for each in accelerators() if each.kind in devices()), HOST)
+    _check_installed(HOST)
+    return _found_here()
+
+
+def _found_here() -> str:
+    """In a process of its own, as this one loads none of these libraries. Raises ConfigurationError when it fails."""
+    command = [sys.executable, "-m", FIND]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FIND_S, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        what, hint = "the devices of this machine cannot be told", "name one with --device, such as cpu"
+        raise ConfigurationError(what, found=type(error).__name__, hint=hint) from error
+    return done.stdout.split()[-1]
 
 
 def _checks(only: Sequence[str]) -> tuple[Check, ...]:
@@ -104,7 +121,7 @@ def _check_installed(kind: str) -> None:
     needed = ["engine", "kernels"] if kind in GPUS else ["engine", "jax"] if kind == "tpu" else ["engine"]
     parts = [part for extra in needed for part in (*INCLUDED.get(extra, ()), extra)]
     if missing := [module for part in parts for module in missing_modules(part)]:
-        command = how_to_install(",".join(needed))
+        command = how_to_install(",".join(needed)) + VENDORS.get(kind, "")
         raise MissingExtraError(f"the checks need {', '.join(dict.fromkeys(missing))}, not installed here: {command}")
 
 

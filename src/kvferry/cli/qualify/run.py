@@ -23,23 +23,31 @@ LEAST_S: Final = 5.0
 """With less time than this left, nothing is begun any more."""
 STOP_S: Final = 10.0
 LAST_WORDS: Final = 300
+NOT_ENDED: Final = "it has not ended"
 
 Tell = Callable[[str], None]
 
 
-def outcomes(checks: Sequence[Check], kind: str, tell: Tell, total_s: float = TOTAL_S) -> Iterator[Outcome]:
-    """Of all checks, within `total_s` altogether. Where the machine itself is not fit, nothing else is tried."""
+def outcomes(
+    checks: Sequence[Check], kind: str, tell: Tell, clean: Callable[[Outcome], Outcome], total_s: float = TOTAL_S
+) -> Iterator[Outcome]:
+    """Of all checks, within `total_s` altogether, each `clean` before anybody sees it. Where the machine itself is not
+    fit, nothing else is tried."""
     deadline = time.monotonic() + total_s
-    unfit = ""
+    unfit, over = "", f"the {total_s / 60:.3g} minutes are over"
     for number, check in enumerate(checks, 1):
         tell(f"[{number}/{len(checks)}] {check.name} …")
         left_s = deadline - time.monotonic()
-        if reason := unfit or check.not_for.get(kind, ""):
-            found = skipped(check.name, reason)
+        if reason := check.not_for.get(kind, ""):
+            found = msgspec.structs.replace(skipped(check.name, reason), applies=False)
+        elif unfit:
+            found = skipped(check.name, unfit)
         elif left_s < LEAST_S:
-            found = skipped(check.name, f"the {total_s / 60:g} minutes are over")
+            found = skipped(check.name, over)
         else:
-            found = _timed(check, kind, min(check.limit_s, left_s))
+            found = clean(_timed(check, kind, min(check.limit_s, left_s)))
+            if found.result is Result.FAILED and found.words.startswith(NOT_ENDED) and left_s < check.limit_s:
+                found = skipped(check.name, over)
         if check is checks[0] and found.result is Result.FAILED:
             unfit = f"{check.name}: {found.words}"
         tell(f"    {found.result}: {found.words}")
@@ -64,7 +72,7 @@ def _run(check: Check, kind: str, limit_s: float, folder: Path) -> Outcome:
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return failed(check.name, f"it has not ended within {limit_s:.0f} s: does the device hang?")
+            return failed(check.name, f"{NOT_ENDED} within {limit_s:.0f} s: does the device hang?")
         finally:
             _end(process)
     if told.exists():

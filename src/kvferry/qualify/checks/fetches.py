@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from kvferry import Agent, AgentConfig, Fetched, FetchReport, FetchRequest, Noti
 from kvferry.errors import FerryError, TransportError
 from kvferry.layout import attention
 from kvferry.options import StagingMemory
-from kvferry.qualify.checks.ucx_settings import reaches_device
+from kvferry.qualify.checks.ucx_settings import has_nixl, reaches_device
 from kvferry.qualify.fetching.engine_rank import POISON, EngineRank, Geometry, Way, layouts_of, next_notice
 from kvferry.qualify.fetching.fetch_source import FetchSource, Setup
 from kvferry.qualify.outcome import Figure, Outcome, failed, passed
@@ -26,22 +26,32 @@ from kvferry.transport.memory_kind import HOST
 from kvferry.transport.ucx.environment import system_facts
 
 NAME: Final = "fetches"
-TENSOR_PARALLEL: Final = 2
-"""Of the source; the target has one rank."""
+MOST_RANKS: Final = 8
+"""Of the model's heads, each has at least one."""
 LLAMA: Final = Geometry(attention(32, 8, 128, "bfloat16", 2), head_dim=128, block_tokens=16, num_tokens=1024)
 """Of Llama 3.1 8B."""
 HOST_TOKENS: Final = 256
 STRATEGIES: Final = ("auto", "direct", "scatter", "pack")
-REPEATS: Final = 5
+REPEATS: Final = 3
 LEAST_SHARE: Final = 0.5
 """What `auto` takes is at least half as fast as the best."""
+
+
+class Parallel(NamedTuple):
+    """How many ranks each engine has."""
+
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.source} to {self.target}"
 
 
 def ways(kind: str) -> tuple[Way, ...]:
     """Through memory of the device where that can be registered, and of the host."""
     if kind == HOST:
         return tuple(Way(HOST, StagingMemory.HOST, strategy) for strategy in STRATEGIES)
-    is_reached = reaches_device(system_facts(kind, kind))
+    is_reached = has_nixl() and reaches_device(system_facts(kind, kind))
     on_device = [Way(kind, StagingMemory.DEVICE, strategy) for strategy in STRATEGIES if is_reached]
     return (*on_device, Way(HOST, StagingMemory.HOST, "auto"))
 
@@ -51,49 +61,60 @@ def run(kind: str) -> Outcome:
     return check(TorchDevice(kind), LLAMA if kind != HOST else replace(LLAMA, num_tokens=HOST_TOKENS))
 
 
+def pairs_for(num_devices: int) -> tuple[Parallel, ...]:
+    """Many ranks to one, on as many devices as there are, and one to the last of two."""
+    num_ranks = next(power for power in (8, 4, 2) if power <= max(2, min(num_devices, MOST_RANKS)))
+    return Parallel(num_ranks, 1), Parallel(1, 2)
+
+
 def check(device: TorchDevice, geometry: Geometry) -> Outcome:
-    """Two source ranks, on the next devices where there are some, to one that is on this device."""
-    rates: dict[Way, float] = {}
+    """Source ranks on the next devices, where there are some, to one that is on this device."""
+    figures: list[Figure] = []
     facts: list[tuple[str, str]] = []
-    with ExitStack() as stack:
-        try:
-            target = stack.enter_context(_Target(device, geometry))
-            for way in ways(device.kind):
-                seconds, report = target.measured(way)
-                rates[way] = report.num_bytes / seconds / 1e9
-                facts.append((way.name, f"{report.strategy} over {report.transport}; {report.choice}"))
-        except FerryError as error:
-            return failed(NAME, str(error))
+    pairs = pairs_for(number_of(device.kind))
+    try:
+        for parallel in pairs:
+            with _Target(device, geometry, parallel) as target:
+                found = {way: target.measured(way) for way in ways(device.kind)}
+            figures += _figures(
+                parallel, {way: report.num_bytes / seconds / 1e9 for way, (seconds, report) in found.items()}
+            )
+            for way, (_, report) in found.items():
+                facts.append((f"{parallel}, {way.name}", f"{report.strategy} over {report.transport}; {report.choice}"))
+    except FerryError as error:
+        return failed(NAME, str(error))
+    words = (
+        f"{geometry.num_tokens:,} tokens, {' and '.join(map(str, pairs))}: every byte arrives by {len(figures)} ways"
+    )
+    return passed(NAME, words, tuple(figures), tuple(facts))
+
+
+def _figures(parallel: Parallel, rates: Mapping[Way, float]) -> Iterator[Figure]:
+    """The first has all memory to choose from, and is to choose well."""
     best = max(rates.values())
-    # The first has all memory to choose from.
-    figures = tuple(_figure(way, rates[way], best, is_left_to_choose=not at) for at, way in enumerate(rates))
-    words = f"{geometry.num_tokens:,} tokens, 2 ranks to 1: every byte arrives by {len(rates)} ways"
-    return passed(NAME, words, figures, tuple(facts))
-
-
-def _figure(way: Way, rate: float, best: float, *, is_left_to_choose: bool) -> Figure:
-    least = LEAST_SHARE if is_left_to_choose else 0.0
-    return Figure(way.name, rate, rate / best, "the fastest way", 1.0 if least else 0.0, least)
+    for number, (way, rate) in enumerate(rates.items()):
+        expected, least = (0.0, 0.0) if number else (1.0, LEAST_SHARE)
+        yield Figure(f"{parallel}, {way.name}", rate, rate / best, "the fastest way", expected, least)
 
 
 class _Target:
-    """The target's rank, with the source's processes. Use as a context manager."""
+    """The target's last rank, with the source's processes. Use as a context manager."""
 
-    def __init__(self, device: TorchDevice, geometry: Geometry) -> None:
-        self._device, self._geometry = device, geometry
+    def __init__(self, device: TorchDevice, geometry: Geometry, parallel: Parallel) -> None:
+        self._device, self._geometry, self._parallel = device, geometry, parallel
+        self._epoch = new_epoch()
         self._stack, self._numbers = ExitStack(), count()
         self._memories = tuple(dict.fromkeys((way.buffer_device, way.staging.value) for way in ways(device.kind)))
-        expected = [
-            geometry.logical(geometry.contents(TENSOR_PARALLEL, rank), geometry.table("source"))
-            for rank in range(TENSOR_PARALLEL)
+        parts = [
+            geometry.logical(geometry.contents(parallel.source, rank), geometry.table("source"))
+            for rank in range(parallel.source)
         ]
-        self._expected = np.concatenate(expected, axis=3)
+        self._expected = np.split(np.concatenate(parts, axis=3), parallel.target, axis=3)[-1]
 
     def __enter__(self) -> _Target:
         with ExitStack() as stack:
-            epoch = new_epoch()
-            self._sources = [stack.enter_context(FetchSource(setup)) for setup in self._setups(epoch)]
-            at = layouts_of(self._geometry, 1, 0, self._device.kind)
+            self._sources = [stack.enter_context(FetchSource(setup)) for setup in self._setups(new_epoch())]
+            at = layouts_of(self._geometry, self._parallel.target, self._parallel.target - 1, self._device.kind)
             num_bytes = 2 * self._expected.nbytes
             self._rank = stack.enter_context(closing(EngineRank(self._device, at, num_bytes)))
             self._stack = stack.pop_all()
@@ -104,19 +125,23 @@ class _Target:
 
     def _setups(self, epoch: str) -> Iterator[Setup]:
         kind, num_devices = self._device.kind, number_of(self._device.kind)
-        for rank in range(TENSOR_PARALLEL):
-            yield Setup(kind, (rank + 1) % num_devices, epoch, rank, TENSOR_PARALLEL, self._geometry, self._memories)
+        for rank in range(self._parallel.source):
+            number = (rank + 1) % num_devices
+            yield Setup(kind, number, epoch, rank, self._parallel.source, self._geometry, self._memories)
 
     def measured(self, way: Way) -> tuple[float, FetchReport]:
         """The median time from `Agent.fetch` to `Fetched`, and the report of the last one. Raises TransportError when
         bytes are wrong, or none come."""
         notices: SimpleQueue[Notice] = SimpleQueue()
-        with self._rank.open(AgentConfig(f"target-{next(self._numbers)}"), way, notices) as agent:
-            self._rank.fill(POISON)
-            self._fetched(agent, way, notices)
-            self._check(way)
-            found = [self._fetched(agent, way, notices) for _ in range(REPEATS)]
-        return statistics.median(seconds for seconds, _ in found), found[-1][1]
+        config = AgentConfig(f"target-{next(self._numbers)}", self._epoch, self._parallel.target - 1)
+        found = []
+        with self._rank.open(config, way, notices) as agent:
+            for _ in range(1 + REPEATS):
+                self._rank.fill(POISON)
+                found.append(self._fetched(agent, way, notices))
+                self._check(way)
+        # The first has met its peers.
+        return statistics.median(seconds for seconds, _ in found[1:]), found[-1][1]
 
     def _fetched(self, agent: Agent, way: Way, notices: SimpleQueue[Notice]) -> tuple[float, FetchReport]:
         number = self._memories.index((way.buffer_device, way.staging.value))

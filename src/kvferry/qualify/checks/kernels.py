@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.qualify.outcome import Outcome, failed, passed
+from kvferry.qualify.outcome import Outcome, Result, failed, passed
 from kvferry.qualify.rows import copied, noise, rows
-from kvferry.qualify.torch_device import TorchDevice
+from kvferry.qualify.torch_device import TorchDevice, number_of
 from kvferry.staging.device.patterns import tiles_of
 
 NAME = "kernels"
@@ -22,8 +22,12 @@ FAR = 5 << 30
 
 
 def run(kind: str) -> Outcome:
-    """Raises ModuleNotFoundError without Triton."""
-    return check(TorchDevice(kind))
+    """On all devices of the kind. Raises ModuleNotFoundError without Triton."""
+    found = [check(TorchDevice(kind, number)) for number in range(number_of(kind))]
+    wrong = [f"device {number}: {each.words}" for number, each in enumerate(found) if each.result is Result.FAILED]
+    if wrong:
+        return failed(NAME, "; ".join(wrong))
+    return passed(NAME, f"on each of {len(found)} devices {found[0].words}")
 
 
 def check(device: TorchDevice) -> Outcome:
@@ -75,16 +79,22 @@ def _num_wrong(device: TorchDevice, source: torch.Tensor, target: torch.Tensor, 
 
 
 def _num_wrong_far(device: TorchDevice) -> int:
-    """From below 4 GiB to above, and back."""
-    memory, length = device.empty(FAR + 4096), 64
+    """Rows from below 4 GiB to above and back, within the device, and by way of the host."""
+    memory, host, length = device.empty(FAR + 4096), device.pinned(4096), 64
     near, far = memory[:4096], memory[FAR:]
     near.copy_(before := noise(4096))
     far.zero_()
+    host.zero_()
     device.wait()
-    out = np.array([[0, FAR, length], [128, FAR + 128, length]])
-    back = np.array([[FAR, 1024, length], [FAR + 128, 2048, length]])
-    for places in (out, back):
-        device.copy(tiles_of(rows(memory, memory, places)))
-    expected = copied(before, torch.zeros(4096, dtype=torch.uint8), out - [0, FAR, 0])
-    returned = copied(before, before, np.array([[0, 1024, length], [128, 2048, length]]))
-    return int((far.cpu() != expected).sum() + (near.cpu() != returned).sum())
+    rows_out = np.array([[0, FAR, length], [128, FAR + 128, length]])
+    rows_back = np.array([[FAR, 1024, length], [FAR + 128, 2048, length]])
+    device.copy(tiles_of(rows(memory, memory, rows_out)))
+    device.copy(tiles_of(rows(memory, memory, rows_back)))
+    device.copy(tiles_of(rows(memory, host, np.array([[FAR, 0, length]]))))
+    device.copy(tiles_of(rows(host, memory, np.array([[0, FAR + 512, length]]))))
+    empty = torch.zeros(4096, dtype=torch.uint8)
+    above = copied(before, empty, np.array([[0, 0, length], [128, 128, length], [0, 512, length]]))
+    below = copied(before, before, np.array([[0, 1024, length], [128, 2048, length]]))
+    in_host = copied(before, empty, np.array([[0, 0, length]]))
+    pairs = (far, above), (near, below), (host, in_host)
+    return sum(int((found.cpu() != expected).sum()) for found, expected in pairs)

@@ -19,16 +19,18 @@ from kvferry.transport.ucx.environment import system_facts
 
 NAME: Final = "machine"
 PACKAGES: Final = (
-    "kvferry",
-    "torch",
-    "triton",
-    "jax",
-    "nixl-cu12",
-    "nixl-cu13",
-    "nixl",
-    "transformers",
-    "vllm",
-    "numpy",
+    *(
+        "kvferry",
+        "torch",
+        "triton",
+        "pytorch-triton-rocm",
+        "pytorch-triton-xpu",
+        "jax",
+        "nixl-cu12",
+        "nixl-cu13",
+        "nixl",
+    ),
+    *("transformers", "numpy"),
 )
 
 Fact = tuple[str, str]
@@ -43,8 +45,10 @@ def run(kind: str) -> Outcome:
         words = f"torch {torch.__version__} sees no {kind} device; on the PCI bus there are {on_bus}"
         hint = "install the driver and a torch that was built for it"
         return Outcome(NAME, Result.FAILED, f"{words}: {hint}", facts=facts)
+    unreached = sorted({each.kind for each in accelerators()}) if kind == "cpu" else []
+    only = f", though there are {', '.join(unreached)} devices on the PCI bus: this torch does not reach them"
     words = {
-        "cpu": "no accelerator is checked, only host memory",
+        "cpu": f"no accelerator is checked, only host memory{only if unreached else ''}",
         "tpu": "a TPU, which JAX reaches and torch does not",
     }.get(kind, "")
     return passed(NAME, words or f"{number_of(kind)} x {TorchDevice(kind).name}", facts=facts)

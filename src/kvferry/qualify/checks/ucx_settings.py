@@ -7,6 +7,7 @@ On a machine with Intel GPUs and no RDMA this is the case of one node: `ze_ipc,z
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Final
 
 from kvferry.errors import ConfigurationError
@@ -14,7 +15,7 @@ from kvferry.qualify.outcome import Outcome, failed, passed, skipped
 from kvferry.transport.machine.facts import SystemFacts
 from kvferry.transport.machine.finding import Severity
 from kvferry.transport.ucx.checks import COPIES, SHARES
-from kvferry.transport.ucx.environment import system_facts
+from kvferry.transport.ucx.environment import PACKAGES, system_facts
 from kvferry.transport.ucx.settings import TRANSPORTS, choose_environment
 
 NAME: Final = "UCX settings"
@@ -52,6 +53,11 @@ def check(system: SystemFacts) -> Outcome:
 def reaches_device(system: SystemFacts) -> bool:
     """Whether UCX is here, and has what it takes to register memory of the device."""
     return system.build.is_known and COPIES.get(system.device, "") in system.build.transports
+
+
+def has_nixl() -> bool:
+    """Whether one of NIXL's packages is installed here."""
+    return any(find_spec(package) for package in PACKAGES)
 
 
 def wrong_sets(kind: str) -> tuple[str, ...]:
