@@ -19,6 +19,7 @@ from test_vllm_worker import LEASE, NOTHING, SETTINGS, fetch
 from kvferry import Memory
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import Orders
+from kvferry.connectors.vllm.worker import rank_cache
 from kvferry.connectors.vllm.worker import worker as module
 from kvferry.connectors.vllm.worker.worker import Worker
 from kvferry.connectors.vllm_middleware.workers import RELEASED
@@ -43,9 +44,9 @@ def layout():
 def worker(monkeypatch):
     """The only rank of an engine, with a real agent over a cache of one layer."""
     memories = (Memory(CACHE.data_ptr(), CACHE.numel(), -1),)
-    monkeypatch.setattr(module, "engine_facts", lambda config: None)
-    monkeypatch.setattr(module, "describe", lambda *_: Described(layout(), memories, (GroupFacts(0),), (0,)))
-    monkeypatch.setattr(module, "meet", lambda ours, num_ranks: ([ours], 0))
+    monkeypatch.setattr(rank_cache, "engine_facts", lambda config: None)
+    monkeypatch.setattr(rank_cache, "describe", lambda *_: Described(layout(), memories, (GroupFacts(0),), (0,)))
+    monkeypatch.setattr(rank_cache, "meet", lambda ours, num_ranks: ([ours], 0))
     monkeypatch.setattr(module, "addresses", lambda ours, num_ranks: [ours])
     monkeypatch.setattr(module, "may_grow", lambda config: False)
     parallel = SimpleNamespace(world_size=1)
@@ -63,7 +64,7 @@ def told(worker):
 def test_the_configuration_is_read_when_caches_are_registered(worker, monkeypatch):
     """Not before: vLLM settles the interleaving of context parallelism only then, since 0.33."""
     seen = []
-    monkeypatch.setattr(module, "engine_facts", lambda config: seen.append(config.parallel_config.interleave))
+    monkeypatch.setattr(rank_cache, "engine_facts", lambda config: seen.append(config.parallel_config.interleave))
     worker._config.parallel_config.interleave = 64
     worker.unregister()
     worker.restore()

@@ -27,7 +27,7 @@ from kvferry.connectors.vllm.features import CACHE_HIT_SOURCE, TransferResults, 
 from kvferry.connectors.vllm.metadata import Orders, RankAddress
 from kvferry.connectors.vllm.scheduler.prompts import prompts_of
 from kvferry.connectors.vllm.scheduler.scheduler import Scheduler
-from kvferry.connectors.vllm.settings import settings_of, speak_like_vllm
+from kvferry.connectors.vllm.settings import Settings, settings_of, speak_like_vllm
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm.worker.worker import Worker
 from kvferry.errors import ConfigurationError
@@ -53,7 +53,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         is_scheduler = role == KVConnectorRole.SCHEDULER
         prompts = [prompts_of(vllm_config)] if is_scheduler else []
         self._schedulers = [Scheduler(settings.agent.engine_id, kv_cache_config, one, reach) for one in prompts]
-        self._workers = [] if is_scheduler else [Worker(vllm_config, settings, kv_cache_config)]
+        self._workers = [] if is_scheduler else [self._new_worker(vllm_config, settings, kv_cache_config)]
+
+    def _new_worker(self, vllm_config: VllmConfig, settings: Settings, kv_cache_config: KVCacheConfig) -> Worker:
+        return Worker(vllm_config, settings, kv_cache_config)
 
     @property
     def _scheduler(self) -> Scheduler:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -18,16 +17,16 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvferry import Memory
 from kvferry.connectors.vllm.description.attention import attention_parts, latent_parts
+from kvferry.connectors.vllm.description.described import Building, Described
 from kvferry.connectors.vllm.description.engine_facts import EngineFacts, LayerFacts, engine_facts, prefix_of
 from kvferry.connectors.vllm.description.groups import GroupFacts
-from kvferry.connectors.vllm.description.parts import Cache, Part, Parts, optional, unsupported
+from kvferry.connectors.vllm.description.parts import Cache, Parts, optional, unsupported
 from kvferry.connectors.vllm.description.recurrent import recurrent_parts
 from kvferry.connectors.vllm.features import is_in_device_memory
 from kvferry.connectors.vllm_keys import IF_BOTH, DraftLayers
 from kvferry.errors import LayoutError
-from kvferry.layout import CacheGroup, Layout, Placement, Region, State, TokenRange
+from kvferry.layout import Region
 
 __all__ = ["Described", "EngineFacts", "GroupFacts", "LayerFacts", "describe", "engine_facts"]
 
@@ -42,48 +41,6 @@ _KINDS: Mapping[type[KVCacheSpec], Callable[[Cache], Parts]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A rank's layout, the memory it lies in (one per allocation), and where its groups' block tables come from.
-
-    The layout may have more groups than vLLM: layers of one that must be counted differently are apart here.
-    `layer_ends` has for each layer, in the layout's order, how many states there are up to its own.
-    """
-
-    layout: Layout
-    memories: tuple[Memory, ...]
-    groups: tuple[GroupFacts, ...]
-    transfer_group_ids: tuple[int, ...]
-    layer_ends: Mapping[str, int] = field(default_factory=dict)
-
-    def tables(self, tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """One block table per group of the layout, from one per transferable group of vLLM's."""
-        return tuple(tuple(tables[self.transfer_group_ids.index(group.index)]) for group in self.groups)
-
-    @property
-    def nowhere(self) -> tuple[tuple[int, ...], ...]:
-        """The block tables of a request that has no blocks yet."""
-        return ((),) * len(self.groups)
-
-    @property
-    def counts_alike(self) -> bool:
-        """Whether all groups of the layout count the same: tokens, or pieces of so many."""
-        return len({group.whole_tokens for group in self.groups}) == 1
-
-    def num_counted(self, num_tokens: int) -> int:
-        """What a request of so many tokens is in what the layout counts: that of the group that has most of it."""
-        whole = [TokenRange(0, num_tokens)] * len(self.transfer_group_ids)
-        return max(tokens.last for tokens in self.ranges(whole))
-
-    def num_complete(self, num_tokens: int) -> int:
-        """How much is complete of a request of which so many tokens are computed, where all groups count alike."""
-        return num_tokens // max(1, self.groups[0].whole_tokens)
-
-    def ranges(self, ranges: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
-        """What to move of each group of the layout, from the tokens wanted of each transferable group of vLLM's."""
-        return tuple(group.range(ranges[self.transfer_group_ids.index(group.index)]) for group in self.groups)
-
-
 def describe(
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
@@ -96,7 +53,7 @@ def describe(
     `IF_BOTH` the other side may lack them.
     Raises LayoutError for what cannot be described, naming the layer and its specification.
     """
-    building = _Building()
+    building = Building()
     for index in kv_cache_config.transfer_group_ids:
         for cache in _caches(kv_cache_config, index, kv_caches, engine):
             if cache.is_draft and draft_layers is not True:
@@ -106,14 +63,21 @@ def describe(
             if type(cache.spec) not in _KINDS:
                 raise unsupported(cache.layer, cache.spec, "this kind of cache is not supported")
             parts = _KINDS[type(cache.spec)](cache)
-            building.add(index, cache, optional(parts) if cache.is_draft and draft_layers == IF_BOTH else parts)
+            if cache.is_draft and draft_layers == IF_BOTH:
+                parts = optional(parts)
+            building.add(index, cache.layer, parts, *_region(building, cache.tensor))
     if not building.placements:
         raise LayoutError("vLLM has registered no cache that can be transferred", found=", ".join(kv_caches) or "none")
-    layout = Layout(tuple(building.states), tuple(building.regions), tuple(building.groups), tuple(building.placements))
-    memories = tuple(Memory(region.address, region.size_bytes, -1) for region in building.regions)
-    return Described(
-        layout, memories, tuple(building.facts), tuple(kv_cache_config.transfer_group_ids), building.layer_ends
-    )
+    return building.described(kv_cache_config.transfer_group_ids)
+
+
+def _region(building: Building, tensor: torch.Tensor) -> tuple[int, int]:
+    """The number of the tensor's allocation, and where in it the tensor begins."""
+    storage = tensor.untyped_storage()
+    on_host = tensor.device.type == "cpu"
+    kind, device = ("dram", 0) if on_host else ("vram", max(tensor.get_device(), 0))
+    region = Region(storage.data_ptr(), storage.nbytes(), kind, device)
+    return building.region(region), tensor.data_ptr() - region.address
 
 
 def _check_leaving(cache: Cache, config: KVCacheConfig) -> None:
@@ -146,57 +110,3 @@ def _caches(
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             yield Cache(layer, prefix_of(layer, engine), spec, tensor, config.num_blocks, engine)
-
-
-@dataclass(slots=True)
-class _Building:
-    """A layout while it grows: regions by allocation, groups by what they count."""
-
-    states: list[State] = field(default_factory=list)
-    regions: list[Region] = field(default_factory=list)
-    groups: list[CacheGroup] = field(default_factory=list)
-    facts: list[GroupFacts] = field(default_factory=list)
-    placements: list[Placement] = field(default_factory=list)
-    layer_ends: dict[str, int] = field(default_factory=dict)
-
-    def add(self, index: int, cache: Cache, parts: Parts) -> None:
-        region, start = self._region(cache.tensor)
-        group = self._group(GroupFacts(index, parts.whole_tokens, *parts.limits), parts.group)
-        for part in parts.parts:
-            if any(part.state.name == state.name for state in self.states):
-                hint = "report this with the model's name"
-                raise LayoutError(f"layer {cache.layer} has the name of another", found=part.state.name, hint=hint)
-            self.states.append(part.state)
-            self.placements.append(_placement(part, region, group, start))
-        self.layer_ends[cache.layer] = len(self.states)
-
-    def _region(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """The number of the tensor's allocation, and where in it the tensor begins."""
-        storage = tensor.untyped_storage()
-        on_host = tensor.device.type == "cpu"
-        kind, device = ("dram", 0) if on_host else ("vram", max(tensor.get_device(), 0))
-        region = Region(storage.data_ptr(), storage.nbytes(), kind, device)
-        if region not in self.regions:
-            self.regions.append(region)
-        return self.regions.index(region), tensor.data_ptr() - region.address
-
-    def _group(self, facts: GroupFacts, group: CacheGroup) -> int:
-        for number, known in enumerate(zip(self.facts, self.groups, strict=True)):
-            if known == (facts, group):
-                return number
-        self.facts.append(facts)
-        self.groups.append(group)
-        return len(self.groups) - 1
-
-
-def _placement(part: Part, region: int, group: int, start: int) -> Placement:
-    return Placement(
-        part.state.name,
-        region,
-        group,
-        start + part.offset,
-        part.spans,
-        part.strides,
-        part.block_stride,
-        part.token_stride,
-    )

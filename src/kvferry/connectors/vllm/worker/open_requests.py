@@ -88,6 +88,11 @@ class OpenRequests:
         promised = self._promised.get(name)
         return promised == lease_id or (name in self._leased and self._leased[name].lease_id == lease_id)
 
+    @property
+    def leases(self) -> list[tuple[str, str]]:
+        """All that are expected to end: the agent's names for their requests, and their ids."""
+        return [*((name, order.lease_id) for name, order in self._leased.items()), *self._promised.items()]
+
     def leases_of(self, names: Collection[str]) -> list[tuple[str, str]]:
         """The leases of requests that callers have named so: the agent's names for these, and the leases' ids."""
         return [

@@ -33,12 +33,11 @@ from kvferry import (
     Notice,
     Reason,
     Reference,
-    new_epoch,
     open_agent,
 )
 from kvferry.connectors.early_lease import new_key
 from kvferry.connectors.timing import SWITCH_S
-from kvferry.connectors.vllm.description.describe import Described, describe, engine_facts
+from kvferry.connectors.vllm.description.described import Described
 from kvferry.connectors.vllm.description.groups import may_grow
 from kvferry.connectors.vllm.features import TransferResults, block_tokens, failed_blocks
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
@@ -48,10 +47,10 @@ from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, e
 from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
 from kvferry.connectors.vllm.worker.lookups import Lookups
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
-from kvferry.connectors.vllm.worker.ranks import Introduction, addresses, meet
+from kvferry.connectors.vllm.worker.rank_cache import RankCache, of_tensors
+from kvferry.connectors.vllm.worker.ranks import addresses
 from kvferry.connectors.vllm_middleware.worker_reports import names_of
 from kvferry.connectors.vllm_middleware.workers import RELEASED
-from kvferry.devices import cache_device
 from kvferry.errors import ConfigurationError
 from kvferry.layout import contents
 
@@ -102,26 +101,31 @@ class Worker:
         Raises LayoutError for caches that cannot be described, ConfigurationError when the agent cannot be set up.
         """
         self._caches = kv_caches
-        # vLLM may have changed its configuration since it has made us.
-        facts = engine_facts(self._config)
-        described = describe(self._kv_cache_config, kv_caches, facts, self._settings.draft_layers)
-        everyone, rank = meet(Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
-        layouts = tuple(introduction.layout for introduction in everyone)
-        on = cache_device(
-            next(iter(kv_caches.values())).device, self._settings.buffer_device, self._settings.staging_memory
-        )
+        ours = of_tensors(self._config, self._settings, self._kv_cache_config, kv_caches)
+        self.start(addresses(self.open(ours), len(ours.cache.layouts)))
+
+    def open(self, ours: RankCache) -> str:
+        """Open the agent of a rank, and say where it listens. Raises ConfigurationError when it cannot be set up."""
         config = self._settings.agent
-        config = replace(config, epoch=everyone[0].epoch, rank=rank, port=config.port + rank if config.port else 0)
-        agent = open_agent(config, on.cache(layouts, described.memories), self._notices.put)
-        sys.setswitchinterval(SWITCH_S)
-        agent.start(addresses(agent.address, len(layouts)))
+        port = config.port + ours.rank if config.port else 0
+        config = replace(config, epoch=ours.epoch, rank=ours.rank, port=port)
+        agent = open_agent(config, ours.cache, self._notices.put)
+        described = ours.described
         ends = described.layer_ends if self._settings.layer_wise else {}
-        early_prefills = EarlyPrefills(Source(agent, described, on.milestone), self._open, ends)
+        early_prefills = EarlyPrefills(Source(agent, described, ours.milestone), self._open, ends)
         speculates = self._config.speculative_config is not None
-        deferred = DeferredCommands(end_of_request(on.milestone, speculates=speculates))
+        deferred = DeferredCommands(end_of_request(ours.milestone, speculates=speculates))
         grows = described.counts_alike and may_grow(self._kv_cache_config)
-        self._started.append(_Started(agent, described, early_prefills, deferred, contents(*layouts), grows))
-        logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
+        cache = contents(*ours.cache.layouts)
+        self._started.append(_Started(agent, described, early_prefills, deferred, cache, grows))
+        return agent.address
+
+    def start(self, everyone: Sequence[str]) -> None:
+        """Let the agent begin; `everyone` is where the agents of all ranks listen, in their order."""
+        agent = self._ours().agent
+        sys.setswitchinterval(SWITCH_S)
+        agent.start(everyone)
+        logger.info("kvferry rank %d of %d listens at %s", agent.party.rank, len(everyone), agent.address)
 
     def unregister(self) -> None:
         """Let go of the caches before vLLM gives their memory away. Safe to call twice.
@@ -289,6 +293,11 @@ class Worker:
         for lease in found:
             self._withdraw(lease)
         return bool(found)
+
+    def withdraw_all(self) -> None:
+        """End every lease: what was leased is not there any more."""
+        for lease in self._open.leases:
+            self._withdraw(lease)
 
     def _withdraw(self, lease: tuple[str, str]) -> None:
         """End a lease, by its request and its id, also if the agent has not heard of it yet."""
