@@ -211,6 +211,8 @@ MODELS: dict[str, TinyModel] = {
     "llama_8b_cache": TinyModel(
         "Llama", {**GROUPED, "num_hidden_layers": 32, "num_key_value_heads": 8, "head_dim": 128}
     ),
+    # Kernels for TPUs keep its heads padded to four times their size.
+    "llama_narrow": TinyModel("Llama", {**GROUPED, "num_key_value_heads": 2, "head_dim": 32}),
     "qwen3": TinyModel("Qwen3", GROUPED),
     "mistral": TinyModel("Mistral", {**GROUPED, "sliding_window": 192}),
     "gemma3": TinyModel(

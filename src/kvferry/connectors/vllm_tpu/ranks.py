@@ -121,9 +121,10 @@ class Ranks:
 
 
 def _output(results: TransferResults) -> ModelRunnerOutput:
+    """A new one for each rank, also where nothing has ended: vLLM writes what all say together into the first."""
     output = KVConnectorOutput(
         finished_sending=results.finished_sending,
         finished_recving=results.finished_recving,
         failed_recving=results.failed_recving,
     )
-    return ModelRunnerOutput.with_kv_conn_output_only(output)
+    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output)

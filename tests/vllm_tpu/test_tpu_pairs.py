@@ -1,0 +1,73 @@
+"""Prefill on one server, decode on another, one of them or both with tpu-inference: every answer must be the one that a
+single server gives."""
+
+from __future__ import annotations
+
+import pytest
+from engine_server import is_installed
+
+if not is_installed("tpu_inference"):
+    pytest.skip("tpu-inference is not installed: see make test-vllm-tpu", allow_module_level=True)
+
+from answers import check_equal, loaded_tokens, prompts_of, wait_until_free
+from proxy import ask, ask_disaggregated
+from tpu_servers import BLOCK_TOKENS, CHUNK_TOKENS, ON_CPU, TpuPair
+
+# Below a block, exactly blocks, one more, the largest step, and what is computed in several.
+SIZES = (2, 5, 31, 32, 33, 64, CHUNK_TOKENS, CHUNK_TOKENS + 1, 300, 700)
+FEW_SIZES = (5, 64, 129, 500)
+# Well below a lease.
+TOLD_S = 15.0
+BYTES = "vllm:nixl_bytes_transferred_sum"
+
+PLAIN = TpuPair("llama")
+DIVIDED = TpuPair("llama_narrow", (2, 32), (1, 64))
+REPLICATED = TpuPair("llama_narrow", (4, 32), (2, 16))
+WITH_CPU = TpuPair("llama", (1, 32), ON_CPU)
+NARROW_WITH_CPU = TpuPair("llama_narrow", (2, 32), ON_CPU)
+TORCH = TpuPair("llama", implementation="vllm")
+DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
+
+
+@pytest.fixture
+def pair(running, spec):
+    """The two servers of the test's `spec`, both ready; the same ones for the next test with an equal `spec`."""
+    return running.pair(spec)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("spec", [PLAIN, DIVIDED, REPLICATED, TpuPair("qwen3")], ids=str)
+def test_answers_between_two_of_tpu_inference_equal_a_single_servers(pair, spec, reverse):
+    check_equal(pair, prompts_of(SIZES), reverse=reverse)
+    check_equal(pair, prompts_of(FEW_SIZES, seed=1), at_once=4, reverse=reverse)
+    wait_until_free(pair.servers, TOLD_S)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("spec", [WITH_CPU, NARROW_WITH_CPU], ids=str)
+def test_answers_between_tpu_inference_and_vllm_on_the_cpu_equal_a_single_servers(pair, spec, reverse):
+    check_equal(pair, prompts_of(SIZES), reverse=reverse)
+    check_equal(pair, prompts_of(FEW_SIZES, seed=1), at_once=4, reverse=reverse)
+    wait_until_free(pair.servers, TOLD_S)
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_of_a_prompt_whose_beginning_is_cached_only_the_rest_is_moved(pair, spec):
+    (question,) = prompts_of((300,))
+    ask(pair.decode, question)
+    tokens, moved = loaded_tokens(pair.decode), pair.decode.metric(BYTES)
+    longer = type(question)((*question.prompt, *range(50, 150)), question.salt)
+    answer = ask_disaggregated(pair.prefill, pair.decode, longer)
+    cached = 300 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert loaded_tokens(pair.decode) - tokens == 399 - cached
+    # Four layers with four heads of 64 dims in float32, keys and values, in whole blocks.
+    num_blocks = -(-399 // BLOCK_TOKENS) - cached // BLOCK_TOKENS
+    assert pair.decode.metric(BYTES) - moved == num_blocks * BLOCK_TOKENS * 4 * 4 * 64 * 4 * 2
+    assert answer.tokens == ask(pair.prefill, longer).tokens
+
+
+@pytest.mark.full
+@DIRECTIONS
+@pytest.mark.parametrize("spec", [TORCH], ids=str)
+def test_models_of_vllm_itself_on_tpu_inference(pair, spec, reverse):
+    check_equal(pair, prompts_of(SIZES), reverse=reverse)
