@@ -3,8 +3,10 @@ other."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from engine_server import is_installed
 FOLDER = Path(__file__).parent
 # The servers' tests of vLLM have what asks servers, and compares their answers.
 sys.path.append(str(FOLDER.parent / "vllm"))
+pytest.register_assert_rewrite("answers")
 # Starting a pair belongs to the first test that needs it, and shared cores can be slow.
 TEST_S = 900
 
@@ -21,6 +24,10 @@ if is_installed("tpu_inference"):
     # Before JAX is imported, which happens when the tests here are collected.
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     os.environ["JAX_PLATFORMS"] = "cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, at import
+        importlib.import_module("kvferry.connectors.vllm_tpu")
+        importlib.import_module("tpu_inference.runner.kv_cache")
     from tpu_servers import Running
 
 
