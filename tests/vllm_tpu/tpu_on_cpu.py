@@ -38,8 +38,8 @@ def platform() -> str:
 
 
 def install() -> None:
-    """Replace the two kernels of ragged paged attention, what says how large the device's memory is, and options that
-    only the compiler for TPUs knows."""
+    """Replace the two kernels of ragged paged attention, what says how large the device's memory is, options that only
+    the compiler for TPUs knows, and what takes for granted that the device has memory of its own."""
     from tpu_inference import utils
     from tpu_inference.models.common import compiler_options
 
@@ -50,6 +50,14 @@ def install() -> None:
     attention_interface.ragged_paged_attention = attention
     attention_interface.ragged_paged_attention_hd64 = attention
     utils.hbm_usage_bytes = lambda devices: [(0, MEMORY_BYTES)] * len(devices)
+    built = utils.DeviceBuffer.build
+
+    def build(buffer: Any) -> tuple[Any, Any]:
+        """A TPU is sent a copy of the buffer, in which the next step is prepared. A CPU reads it where it lies."""
+        array, about = built(buffer)
+        return array.copy(), about
+
+    utils.DeviceBuffer.build = build
 
 
 def attention(
