@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,11 @@ if not is_installed("tpu_inference"):
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from kvferry import AgentConfig
+from kvferry import AgentConfig, Memory
 from kvferry.connectors.vllm.features import TransferResults
 from kvferry.connectors.vllm.metadata import LeaseOrder, Orders
 from kvferry.connectors.vllm.settings import Settings
@@ -25,6 +28,8 @@ from kvferry.errors import ConfigurationError
 from kvferry.jax_caches import FIRST_ADDRESS, JaxCaches
 from kvferry.layout import EngineShape, describe
 from kvferry.plan.description.model import attention
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.tiles import plain
 
 LAYOUTS = describe(attention(1, 1, 8, "float32", 4), EngineShape(1, 1, 4, 6, "token-major"), FIRST_ADDRESS)
 donating = jax.jit(lambda arrays: [array + 1 for array in arrays], donate_argnums=0)
@@ -76,6 +81,30 @@ def test_a_step_gets_what_copies_have_made(runner):
     assert not runner.steps.adopt()
     runner.step()
     assert runner.newest() == 12
+
+
+def put(caches: JaxCaches, address: int, host: np.ndarray) -> None:
+    """As a transfer does it."""
+    ended = threading.Event()
+    mover = caches.cache(0).mover([Memory(host.ctypes.data, host.nbytes, -1)], ended.set)
+    columns = (np.array([number], np.uint64) for number in (host.ctypes.data, address, host.nbytes))
+    mover.start("key", plain(Copies(*columns, pieces=1)))
+    assert ended.wait(60)
+    mover.close()
+
+
+def test_a_step_is_not_compiled_again_for_what_copies_have_made():
+    """tpu-inference's arrays are those of a mesh, also on one device, and its program is compiled for that."""
+    where = NamedSharding(Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model")), PartitionSpec("data"))
+    step = jax.jit(lambda arrays: [array + 1 for array in arrays], donate_argnums=0, out_shardings=where)
+    caches = JaxCaches(jax.device_put(zeros(), where), LAYOUTS)
+    (region, *_), host = LAYOUTS[0].regions, np.ones(512, np.uint8)
+    with caches.turn() as turn:
+        turn.arrays = tuple(step(list(turn.arrays)))
+    put(caches, region.address, host)
+    with caches.turn() as turn:
+        turn.arrays = tuple(step(list(turn.arrays)))
+    assert step._cache_size() == 1
 
 
 def test_a_step_that_computes_nothing_leaves_everything(runner):

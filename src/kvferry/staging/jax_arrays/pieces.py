@@ -27,7 +27,8 @@ class ArraySpec(NamedTuple):
 
     def assemble(self, pieces: list[jax.Array]) -> jax.Array:
         """The array with these pieces; nothing is copied."""
-        if len(pieces) == 1:
+        # What a program has returned is of no mesh: the engine's step would be compiled once more for it.
+        if len(pieces) == 1 and pieces[0].sharding == self.sharding:
             return pieces[0]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, pieces)
 
