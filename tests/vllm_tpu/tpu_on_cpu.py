@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # XLA's CPU platform reports no memory, and the kinds of TPUs are all that tpu-inference knows the sizes of.
 MEMORY_BYTES = 64 << 20
@@ -50,14 +51,14 @@ def install() -> None:
     attention_interface.ragged_paged_attention = attention
     attention_interface.ragged_paged_attention_hd64 = attention
     utils.hbm_usage_bytes = lambda devices: [(0, MEMORY_BYTES)] * len(devices)
-    built = utils.DeviceBuffer.build
+    put = utils.general_device_put
 
-    def build(buffer: Any) -> tuple[Any, Any]:
-        """A TPU is sent a copy of the buffer, in which the next step is prepared. A CPU reads it where it lies."""
-        array, about = built(buffer)
-        return array.copy(), about
+    def put_a_copy(arrays: Any, **how: Any) -> Any:
+        """The buffers of the host in which a step is prepared are those of the next one. A TPU is sent a copy of them,
+        and a CPU reads them where they lie, when it gets there."""
+        return put(jax.tree.map(lambda one: one.copy() if isinstance(one, np.ndarray) else one, arrays), **how)
 
-    utils.DeviceBuffer.build = build
+    utils.general_device_put = put_a_copy
 
 
 def attention(
