@@ -9,7 +9,8 @@ from engine_server import is_installed
 if not is_installed("tpu_inference"):
     pytest.skip("tpu-inference is not installed: see make test-vllm-tpu", allow_module_level=True)
 
-from answers import check_equal, loaded_tokens, prompts_of, wait_until_free
+from answers import alone, check_equal, loaded_tokens, prompts_of, wait_until_free
+from crossing import Prompt, body, get, post, route, streamed
 from proxy import ask, ask_disaggregated
 from tpu_servers import BLOCK_TOKENS, CHUNK_TOKENS, ON_CPU, TpuPair
 
@@ -64,6 +65,32 @@ def test_of_a_prompt_whose_beginning_is_cached_only_the_rest_is_moved(pair, spec
     num_blocks = -(-399 // BLOCK_TOKENS) - cached // BLOCK_TOKENS
     assert pair.decode.metric(BYTES) - moved == num_blocks * BLOCK_TOKENS * 4 * 4 * 64 * 4 * 2
     assert answer.tokens == ask(pair.prefill, longer).tokens
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_our_router_finds_and_pairs_them(pair, spec, tmp_path):
+    (question,) = prompts_of((300,))
+    prompt = Prompt(question.prompt, question.salt)
+    with route(pair.prefill.url, pair.decode.url, tmp_path / "router.log") as url:
+        answer = post(url, body(prompt, prompt.num_tokens))
+        members = get(f"{url}/kvferry/members")["members"]
+    assert len({member["cache"] for member in members} - {""}) == 1
+    assert (answer["cache"], answer["path"]) == ("received", "disaggregated")
+    assert tuple(answer["choices"][0]["token_ids"]) == ask(pair.decode, alone(question)).tokens
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_a_cache_leaves_while_its_prompt_is_computed(pair, spec):
+    (question,) = prompts_of((700,))
+    prompt = Prompt(question.prompt, question.salt)
+    early = {"do_remote_decode": True, "kvferry": {"early": True}}
+    with streamed(pair.prefill.url, body(prompt, 1) | {"stream": True, "kv_transfer_params": early}) as events:
+        params = next(events)["kv_transfer_params"]
+        headers = {"X-Request-Id": "early"}
+        answer = post(pair.decode.url, body(prompt, 12) | {"kv_transfer_params": params}, headers=headers)
+        assert any(event["choices"] for event in events)
+    assert answer["cache"] == "received"
+    assert tuple(answer["choices"][0]["token_ids"]) == ask(pair.decode, alone(question)).tokens
 
 
 @pytest.mark.full

@@ -61,6 +61,14 @@ class TPUConnector(FerryConnector):
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Nothing: the arrays are others after each step, and the runner has the newest."""
 
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: a step is one program."""
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """tpu-inference does not sleep."""
+        return False
+
     def addresses(self) -> tuple[RankAddress, ...]:
         """Where the agents of all ranks listen."""
         return tuple(address for ranks in self._workers for address in ranks.addresses())
