@@ -27,6 +27,12 @@ REPLICATED = TpuPair("llama_narrow", (4, 32), (2, 16))
 WITH_CPU = TpuPair("llama", (1, 32), ON_CPU)
 NARROW_WITH_CPU = TpuPair("llama_narrow", (2, 32), ON_CPU)
 TORCH = TpuPair("llama", implementation="vllm")
+
+
+def full(spec):
+    return pytest.param(spec, marks=pytest.mark.full)
+
+
 DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
 
 
@@ -37,7 +43,7 @@ def pair(running, spec):
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("spec", [PLAIN, DIVIDED, REPLICATED, TpuPair("qwen3")], ids=str)
+@pytest.mark.parametrize("spec", [PLAIN, DIVIDED, full(REPLICATED), full(TpuPair("qwen3"))], ids=str)
 def test_answers_between_two_of_tpu_inference_equal_a_single_servers(pair, spec, reverse):
     check_equal(pair, prompts_of(SIZES), reverse=reverse)
     check_equal(pair, prompts_of(FEW_SIZES, seed=1), at_once=4, reverse=reverse)
@@ -45,7 +51,7 @@ def test_answers_between_two_of_tpu_inference_equal_a_single_servers(pair, spec,
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("spec", [WITH_CPU, NARROW_WITH_CPU], ids=str)
+@pytest.mark.parametrize("spec", [WITH_CPU, full(NARROW_WITH_CPU)], ids=str)
 def test_answers_between_tpu_inference_and_vllm_on_the_cpu_equal_a_single_servers(pair, spec, reverse):
     check_equal(pair, prompts_of(SIZES), reverse=reverse)
     check_equal(pair, prompts_of(FEW_SIZES, seed=1), at_once=4, reverse=reverse)

@@ -20,6 +20,8 @@ VLLM_PYTHON = Path(os.environ.get("KVFERRY_VLLM_PYTHON", FOLDER.parents[1] / ".v
 # The largest step: whatever is longer is computed in chunks.
 CHUNK_TOKENS = 128
 BLOCK_TOKENS = 32
+# About as long as tpu-inference compiles at the first steps of a kind: no lease may end for that.
+LEASE_S = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def _pair(wanted: TpuPair, folder: Path) -> Pair:
     if ON_CPU in (wanted.prefill, wanted.decode) and not VLLM_PYTHON.exists():
         pytest.skip(f"{VLLM_PYTHON} is not there: see make .venv-vllm/ready")
     sides = [ServerSpec("kv_both", tp or 1, block) for tp, block in (wanted.prefill, wanted.decode)]
-    spec = replace(PairSpec(wanted.model, *sides), buffer_device="cpu")
+    spec = replace(PairSpec(wanted.model, *sides), buffer_device="cpu", lease_s=LEASE_S)
     tpu_on_cpu.write_plugin(folder)
     servers = []
     for name, side, wanted_side in zip(("prefill", "decode"), sides, (wanted.prefill, wanted.decode), strict=True):
