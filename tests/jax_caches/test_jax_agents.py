@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import agents_of_engine
 import jax
 import msgspec
 import pytest
-from agents_of_engine import DEADLINE_S, NUM_TOKENS, AgentsOfEngine, model_of
+from agents_of_engine import DEADLINE_S, NUM_TOKENS, TIMING, AgentsOfEngine, model_of
 from import_path import import_path
 from jax_engine import JaxEngine
 from torch_engine import TorchEngine
@@ -165,3 +168,25 @@ def test_arrays_that_are_gone_cost_the_cache_and_not_the_engine(make_side):
     other.fetch(reference, one.addresses)
     other.heard(Fetched)
     other.check()
+
+
+def compile_for(seconds: float) -> None:
+    """What an engine does in its first steps, in the middle of its turn."""
+    began, number = time.monotonic(), 0
+    while time.monotonic() - began < seconds:
+        number += 1
+        jax.jit(lambda array, by=number: array * by).lower(jax.ShapeDtypeStruct((number,), "float32")).compile()
+
+
+@pytest.mark.parametrize("compiles", ["p0", "d0"])
+def test_an_engine_that_compiles_for_several_leases_loses_none(make_side, monkeypatch, compiles):
+    """Its agents have threads of their own: they renew and answer, and copies go on when its turn has ended."""
+    monkeypatch.setattr(agents_of_engine, "TIMING", replace(TIMING, lease_s=1.0, heartbeat_s=0.25))
+    source, target = make_side("p0", "jax", 2, "float32"), make_side("d0", "jax", 1, "float32")
+    reference = source.lease()[0]
+    busy = {"p0": source, "d0": target}[compiles]
+    with busy.engine.caches.turn():
+        target.fetch(reference, source.addresses)
+        compile_for(3.0)
+    target.heard(Fetched)
+    target.check()
