@@ -14,13 +14,14 @@ import pytest
 from engine_server import is_installed
 
 FOLDER = Path(__file__).parent
-# The servers' tests of vLLM have what asks servers, and compares their answers.
-sys.path.append(str(FOLDER.parent / "vllm"))
-pytest.register_assert_rewrite("answers")
 # Starting a pair belongs to the first test that needs it, and shared cores can be slow.
 TEST_S = 900
 
 if is_installed("tpu_inference"):
+    # The servers' tests of vLLM have what asks servers, and compares their answers. Where these are collected as well,
+    # they have done the same.
+    sys.path.append(str(FOLDER.parent / "vllm"))
+    pytest.register_assert_rewrite("answers")
     # Before JAX is imported, which happens when the tests here are collected.
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     os.environ["JAX_PLATFORMS"] = "cpu"
