@@ -10,8 +10,6 @@ import json
 import mmap
 import os
 import select
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,6 +28,7 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import FetchRequest, LeaseRequest
 from kvferry.session.timing import Timing
+from kvferry.testing.child_process import ChildProcess
 from kvferry.transport.base import Memory
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import Reference
@@ -45,29 +44,17 @@ SHAPE = EngineShape(1, 1, block_tokens=BLOCK_TOKENS, num_blocks=NUM_BLOCKS, form
 Facts = dict[str, Any]
 
 
-class ProcessEngine:
-    """The other process, as its parent sees it. It is killed at the end of a `with`."""
+class ProcessEngine(ChildProcess):
+    """The other process, as its parent sees it."""
 
     def __init__(self, engine_id: str, transport: str, lease_s: float = 30.0, memory_fd: int = NEW_MEMORY) -> None:
         """Start it; returns at once, the first question waits. Its pool lies in memory of its own, or in that of a file
         that is open here."""
         command = [sys.executable, __file__, engine_id, transport, str(lease_s), str(memory_fd)]
         shared = () if memory_fd == NEW_MEMORY else (memory_fd,)
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=shared
-        )
+        super().__init__(command, shared)
         self._notices: list[Facts] = []
         self._rest = b""
-
-    def __enter__(self) -> ProcessEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def lease(self, request_id: str, num_blocks: int, seed: int) -> Facts:
         """Compute (from a seed) and lease so many blocks; the answer is what `fetch` of another one needs."""
@@ -101,20 +88,8 @@ class ProcessEngine:
                     return notice
             self._take(self._line())
 
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """End it without a chance to clean up."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
     def _ask(self, **command: Any) -> Facts:
-        if self._process.stdin is not None:
-            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.write_line(json.dumps(command).encode())
         while "answer" not in (said := self._line()):
             self._take(said)
         answer: Facts = said["answer"]

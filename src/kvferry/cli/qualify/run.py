@@ -37,21 +37,21 @@ def outcomes(
     unfit, over = "", f"the {total_s / 60:.3g} minutes are over"
     for number, check in enumerate(checks, 1):
         tell(f"[{number}/{len(checks)}] {check.name} …")
-        left_s = deadline - time.monotonic()
-        if reason := check.not_for.get(kind, ""):
-            found = msgspec.structs.replace(skipped(check.name, reason), applies=False)
-        elif unfit:
-            found = skipped(check.name, unfit)
-        elif left_s < LEAST_S:
-            found = skipped(check.name, over)
-        else:
-            found = clean(_timed(check, kind, min(check.limit_s, left_s)))
-            if found.result is Result.FAILED and found.words.startswith(NOT_ENDED) and left_s < check.limit_s:
-                found = skipped(check.name, over)
+        found = clean(_outcome(check, kind, unfit, deadline - time.monotonic(), over))
         if check is checks[0] and found.result is Result.FAILED:
             unfit = f"{check.name}: {found.words}"
         tell(f"    {found.result}: {found.words}")
         yield found
+
+
+def _outcome(check: Check, kind: str, unfit: str, left_s: float, over: str) -> Outcome:
+    if reason := check.not_for.get(kind, ""):
+        return msgspec.structs.replace(skipped(check.name, reason), applies=False)
+    if unfit or left_s < LEAST_S:
+        return skipped(check.name, unfit or over)
+    found = _timed(check, kind, min(check.limit_s, left_s))
+    is_cut_off = found.words.startswith(NOT_ENDED) and left_s < check.limit_s
+    return skipped(check.name, over) if is_cut_off else found
 
 
 def _timed(check: Check, kind: str, limit_s: float) -> Outcome:

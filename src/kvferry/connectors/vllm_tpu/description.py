@@ -19,9 +19,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvferry.connectors.vllm.description.described import Building, Described
 from kvferry.connectors.vllm.description.engine_facts import EngineFacts, prefix_of
 from kvferry.connectors.vllm.description.parts import Part, Parts, unsupported
+from kvferry.connectors.vllm.description.rank_description import Building, Described
 from kvferry.errors import LayoutError
 from kvferry.jax_caches import FIRST_ADDRESS
 from kvferry.layout import Axis, CacheGroup, Region, Span, State, shares

@@ -6,10 +6,9 @@ of its agents, and then answers each `Order` with one, until its standard input 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,9 +16,9 @@ import msgspec
 
 from kvferry import Agent, AgentConfig, LeaseRequest, Notice
 from kvferry.options import StagingMemory
-from kvferry.qualify.fetching.child_lines import read_line
 from kvferry.qualify.fetching.engine_rank import EngineRank, Geometry, Way, layouts_of, next_notice
 from kvferry.qualify.torch_device import TorchDevice
+from kvferry.testing.child_process import ChildProcess
 from kvferry.wire.messages import Reference
 
 ANSWER_S = 120.0
@@ -45,23 +44,17 @@ class Order(msgspec.Struct, frozen=True):
     lease_id: str = ""
 
 
-class FetchSource:
-    """The other process. Use as a context manager; it is killed at the end."""
+class FetchSource(ChildProcess):
+    """The other process."""
 
     def __init__(self, setup: Setup) -> None:
-        command = [sys.executable, "-m", __name__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        """Raises TransportError when it does not start."""
+        super().__init__([sys.executable, "-m", __name__])
         try:
             self.addresses = msgspec.convert(self._ask(setup), tuple[str, ...])
         except BaseException:
             self.kill()
             raise
-
-    def __enter__(self) -> FetchSource:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
     def lease(self, agent: int, request_id: str, lease_id: str) -> Reference:
         """Raises TransportError when the process does not answer."""
@@ -71,20 +64,9 @@ class FetchSource:
         """Other ranks of the target are not there, and will never say that they are done."""
         self._ask(Order(agent, request_id))
 
-    def kill(self) -> None:
-        """End it without a chance to clean up."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
     def _ask(self, what: msgspec.Struct) -> Any:
-        # One that has ended is told apart below.
-        with suppress(BrokenPipeError):
-            if self._process.stdin is not None:
-                self._process.stdin.write(msgspec.json.encode(what) + b"\n")
-        return msgspec.json.decode(read_line(self._process, ANSWER_S))
+        self.write_line(msgspec.json.encode(what))
+        return msgspec.json.decode(self.read_line(ANSWER_S))
 
 
 def main() -> None:

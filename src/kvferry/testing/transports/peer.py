@@ -13,15 +13,15 @@ import math
 import os
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import numpy as np
 
-from kvferry.errors import ConfigurationError, TransportError
+from kvferry.errors import ConfigurationError
 from kvferry.staging.device.table import torch_name
+from kvferry.testing.child_process import ChildProcess
 from kvferry.transport.base import Memory, Transport
 from kvferry.transport.descriptors import host_here
 from kvferry.transport.memory_kind import HOST
@@ -51,8 +51,8 @@ def digest(view: View) -> str:
     return blake2b(view.data, digest_size=16).hexdigest()
 
 
-class PeerProcess:
-    """The other process. Use as a context manager; it is killed at the end."""
+class PeerProcess(ChildProcess):
+    """The other process."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class PeerProcess:
         one whose memory it is, and its number."""
         words = [transport, *map(str, (size_bytes, seed, host, *device))]
         command = [*prefix, sys.executable, "-m", __name__, *words]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        super().__init__(command)
         try:
-            said = json.loads(self._line())
+            said = json.loads(self.read_line(ANSWER_S))
         except BaseException:
             self.kill()
             raise
@@ -77,35 +77,14 @@ class PeerProcess:
         self.descriptor = base64.b64decode(said["descriptor"])
         self.probe = Probe(int(said["address"]), size_bytes, seed, NUM_MARKS)
 
-    def __enter__(self) -> PeerProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
     def digest(self) -> str:
         """The digest of its memory now."""
-        if self._process.stdin is not None:
-            self._process.stdin.write(b"digest\n")
-        return str(json.loads(self._line())["digest"])
+        self.write_line(b"digest")
+        return str(json.loads(self.read_line(ANSWER_S))["digest"])
 
     def stop(self) -> None:
         """Make it hang: it exists but does nothing."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def kill(self) -> None:
-        """End it without a chance to clean up."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _line(self) -> bytes:
-        pipe = self._process.stdout
-        if pipe is None or not select.select([pipe], [], [], ANSWER_S)[0]:
-            raise TransportError("the peer process does not answer", expected=f"a line within {ANSWER_S:g} s")
-        return pipe.readline()
+        self.signal(signal.SIGSTOP)
 
 
 def main(arguments: list[str]) -> None:

@@ -18,10 +18,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvferry.connectors.vllm.description.attention import attention_parts, latent_parts
-from kvferry.connectors.vllm.description.described import Building, Described
 from kvferry.connectors.vllm.description.engine_facts import EngineFacts, LayerFacts, engine_facts, prefix_of
 from kvferry.connectors.vllm.description.groups import GroupFacts
 from kvferry.connectors.vllm.description.parts import Cache, Parts, optional, unsupported
+from kvferry.connectors.vllm.description.rank_description import Building, Described
 from kvferry.connectors.vllm.description.recurrent import recurrent_parts
 from kvferry.connectors.vllm.features import is_in_device_memory
 from kvferry.connectors.vllm_keys import IF_BOTH, DraftLayers

@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 
 from kvferry import Agent, Ahead, LeaseProgress, LeaseRequest
-from kvferry.connectors.vllm.description.described import Described
+from kvferry.connectors.vllm.description.rank_description import Described
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, PromiseOrder
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, Milestone, at_once
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress

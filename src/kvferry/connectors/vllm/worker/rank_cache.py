@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry import Cache, new_epoch
 from kvferry.connectors.vllm.description.describe import describe, engine_facts
-from kvferry.connectors.vllm.description.described import Described
+from kvferry.connectors.vllm.description.rank_description import Described
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.worker.deferred_commands import Milestone, at_once
 from kvferry.connectors.vllm.worker.ranks import Introduction, meet

@@ -37,8 +37,8 @@ from kvferry import (
 )
 from kvferry.connectors.early_lease import new_key
 from kvferry.connectors.timing import SWITCH_S
-from kvferry.connectors.vllm.description.described import Described
 from kvferry.connectors.vllm.description.groups import may_grow
+from kvferry.connectors.vllm.description.rank_description import Described
 from kvferry.connectors.vllm.features import TransferResults, block_tokens, failed_blocks
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
