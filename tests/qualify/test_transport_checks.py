@@ -17,6 +17,7 @@ from kvferry.qualify.fetching import engine_rank
 from kvferry.qualify.outcome import Result
 from kvferry.qualify.torch_device import TorchDevice
 from kvferry.transport.machine.facts import Accelerator, Nic, NicKind, Place, SystemFacts, UcxBuild
+from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.machine.process_limits import process_limits
 from kvferry.transport.registry import OPENERS
 
@@ -81,20 +82,40 @@ def test_one_wrong_bit_between_devices_is_a_failure(nixl, post, words):
 
 # The first of one row, the last of many.
 @pytest.mark.parametrize("which", [1, 6])
-def test_a_write_that_does_not_arrive_is_a_failure(nixl, which):
+@pytest.mark.parametrize("forgotten", list(device_transports.Direction))
+def test_a_copy_that_brings_nothing_is_a_failure(nixl, forgotten, which):
     class Forgetful(ForwardingTransport):
-        """Says that one write has ended; nothing is written."""
+        """Says that one copy in a direction has ended; nothing is moved."""
 
-        num_writes = 0
+        num_copies = 0
 
         def post(self, peer, copies, direction):
-            if direction is device_transports.WRITE and copies.num_bytes == device_transports.TOTAL_BYTES:
-                self.num_writes += 1
-                copies = copies.select(slice(0, 0)) if self.num_writes == which else copies
+            if direction is forgotten and copies.num_bytes == device_transports.TOTAL_BYTES:
+                self.num_copies += 1
+                copies = copies.select(slice(0, 0)) if self.num_copies == which else copies
             return self._inner.post(peer, copies, direction)
 
     found = device_transports.check(IN_HOST, 0, lambda host: Forgetful(nixl(host)))
-    assert (found.result, found.words) == (Result.FAILED, "WRITE between devices brings wrong bytes")
+    assert (found.result, found.words) == (Result.FAILED, f"{forgotten.name} between devices brings wrong bytes")
+
+
+def test_a_carrier_that_is_a_detour_is_called_slow(nixl, monkeypatch):
+    detour = Finding(Severity.WARNING, "transfers use a slower transport", "nixl over tcp/lo", "cuda_ipc")
+    monkeypatch.setattr(device_transports, "diagnose", lambda *_: (detour,))
+    found = device_transports.check(IN_HOST, 0, nixl)
+    assert (found.result, "transfers use a slower transport; found: nixl over tcp/lo" in found.words) == (
+        Result.SLOW,
+        True,
+    )
+
+
+def test_what_is_wrong_with_the_machine_is_a_failure_before_anything_is_moved(monkeypatch):
+    wrong = Finding(Severity.ERROR, "the limit on locked memory is too low", "64 KiB", "unlimited")
+    prepared = SimpleNamespace(environment=SimpleNamespace(warnings=(replace(wrong, severity=Severity.NOTE), wrong)))
+    for name, value in (("has_nixl", True), ("reaches_device", True), ("prepare", prepared)):
+        monkeypatch.setattr(device_transports, name, lambda *_, value=value: value)
+    found = device_transports.run("cuda")
+    assert (found.result, found.words) == (Result.FAILED, str(wrong))
 
 
 def test_a_copy_that_never_ends_is_a_failure(nixl, monkeypatch):
@@ -246,6 +267,13 @@ def test_what_auto_takes_must_not_be_far_slower_than_the_best(rate, is_slow):
 @pytest.mark.parametrize(("num_devices", "source"), [(1, 2), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (16, 8)])
 def test_as_many_devices_take_part_as_there_are(num_devices, source):
     assert fetches.pairs_for(num_devices) == (fetches.Parallel(source, 1), fetches.Parallel(1, 2))
+
+
+@pytest.mark.parametrize(("num_devices", "numbers"), [(1, [0, 0]), (2, [1, 0]), (3, [1, 2])])
+def test_source_ranks_are_on_other_devices_as_far_as_there_are(monkeypatch, num_devices, numbers):
+    monkeypatch.setattr(fetches, "number_of", lambda kind: num_devices)
+    target = fetches._Target(IN_HOST, LITTLE, fetches.Parallel(2, 1))
+    assert [(setup.rank, setup.number) for setup in target._setups("epoch")] == list(enumerate(numbers))
 
 
 @pytest.mark.parametrize(
