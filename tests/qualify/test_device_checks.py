@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from stand_in_device import Shortened, Spilling, StandIn, ThirtyTwoBits
 
+from kvferry.qualify import torch_device
 from kvferry.qualify.checks import copy_rates, kernels
 from kvferry.qualify.outcome import Result
 
@@ -111,3 +115,25 @@ def test_without_free_memory_rates_are_left_out(little):
 def test_rates_are_those_of_copies_that_were_made(little):
     found = copy_rates.check(StandIn())
     assert all(figure.gigabytes_per_s > 0 for figure in found.figures)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "number"),
+    [("cuda", None, 3), ("rocm", None, 0), ("cuda", "6.2", 0), ("rocm", "6.2", 3), ("xpu", None, 3), ("xpu", "6.2", 3)],
+)
+def test_devices_are_those_that_torch_was_built_for(monkeypatch, kind, hip, number):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(device_count=lambda: 3))
+    assert torch_device.number_of(kind) == number
+    assert torch_device.number_of("cpu") == 1
+    assert torch_device.number_of("tpu") == 0
+
+
+@pytest.mark.parametrize("error", [AttributeError("mem_get_info"), RuntimeError("not supported by this driver")])
+def test_a_driver_that_does_not_say_what_is_free_ends_no_check(monkeypatch, error):
+    def unknown(device):
+        raise error
+
+    driver = SimpleNamespace(mem_get_info=unknown, empty_cache=lambda: None, set_device=lambda device: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: driver)
+    assert torch_device.TorchDevice("xpu").free_bytes == 0

@@ -144,6 +144,7 @@ def test_staging_memory_for_an_xpu_is_allocated_pinned(launched, monkeypatch):
     cache = cache_device(torch.device("xpu:1"), "cpu").cache((), CACHES)
     assert (cache.memories, cache.device, cache.buffer_device) == ((), "xpu", "cpu")
     arena = cache.arena(1 << 16)
+    assert arena is pinned
     mover = cache.mover([arena.memory], lambda: None)
     mover.start("gather", copies(1 << 40, arena.memory.address))
     assert [moved.error for moved in mover.poll()] == [""]
