@@ -20,8 +20,8 @@ from kvferry.transport.memory_kind import HOST
 from kvferry.transport.registered_memory import Regions, View, view_of
 from kvferry.transport.shm.shared_memory import allocate_shared
 
-# No processor of ours has so wide an address space for programs: every access is an error.
-FAR_ADDRESS = 0x00F0 << 48
+# Such as those of Intel's GPUs: with the highest bit, which no address of a program has. Every access is an error.
+FAR_ADDRESS = 0xFFF0 << 48
 
 
 class FarDevice:

@@ -88,3 +88,24 @@ def test_what_is_looked_for_would_be_found(line):
 def test_what_looks_alike_is_fine():
     text = "model.eval()\nre.compile(text)\nsubprocess.run(words, shell=False)\njson.load(file)\nyaml = 1"
     assert offences(ast.parse(text), may_assert=False) == []
+
+
+# Where several threads decode. msgspec prepares a type at its first use, and two threads that use it first at once end
+# the process: these build a `Decoder` when they are imported.
+DECODED_BY_THREADS = ("kvferry/transport", "kvferry/wire", "kvferry/agent")
+
+
+@pytest.mark.parametrize("package", DECODED_BY_THREADS)
+def test_what_threads_decode_is_prepared_at_import(package):
+    for path in sorted((SOURCE / package).rglob("*.py")):
+        assert decoded_by_type(ast.parse(path.read_text())) == [], path
+
+
+def decoded_by_type(tree: ast.AST) -> list[str]:
+    names = ("msgspec.msgpack.decode", "msgspec.json.decode")
+    return [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call) and dotted(node.func) in names]
+
+
+def test_a_type_prepared_at_its_first_use_would_be_found():
+    assert decoded_by_type(ast.parse("x = msgspec.msgpack.decode(data, type=Kind)"))
+    assert not decoded_by_type(ast.parse("x = DECODER.decode(data)"))

@@ -92,6 +92,11 @@ class _RoomParams(msgspec.Struct, frozen=True):
     kvferry: _InRoom
 
 
+for _kind in (_Params, _RoomParams):
+    # Prepared here, before any thread: msgspec does so at a type's first use, and two threads at once end the process.
+    msgspec.json.Decoder(_kind)
+
+
 def room_names(room: int) -> tuple[str, str]:
     """What agents call the request of a room, and its lease. A room opens nothing: whoever reads names the prompt. But
     whoever knows it can end it, so rooms are drawn at random."""

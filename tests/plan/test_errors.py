@@ -66,7 +66,7 @@ def with_group(state_changes=None, **changes) -> Layout:
         (lambda: with_placement(spans=(Span(0, 5), Span(0, 2))), r"span leaves axis head; found: \[0, 5\)"),
         (lambda: changed(states=(*LAYOUT.states, LAYOUT.states[0])), "state names must be unique"),
         (lambda: changed(states=(replace(LAYOUT.states[0], item_bytes=0),)), "sizes must be positive"),
-        (lambda: changed(regions=(Region(1 << 63, 64, "dram", 0), *LAYOUT.regions[1:])), "address space"),
+        (lambda: changed(regions=(Region((1 << 64) - 63, 64, "dram", 0), *LAYOUT.regions[1:])), "address space"),
         (lambda: changed(groups=(replace(LAYOUT.groups[0], num_blocks=0),)), "needs blocks"),
         (lambda: with_group(ring_tokens=-1), "needs blocks"),
         (lambda: with_group(kernel_blocks=3), "kernel blocks must divide a block; found: 3 in a block of 4 tokens"),
@@ -109,7 +109,7 @@ def test_what_just_fits_is_accepted():
     with_group({"chunk_tokens": 6}, ring_tokens=6)
     with_group(kernel_blocks=4, num_blocks=2)
     changed(regions=(replace(LAYOUT.regions[0], address=0), *LAYOUT.regions[1:]))
-    changed(regions=(replace(LAYOUT.regions[0], address=2**63 - 512), *LAYOUT.regions[1:]))
+    changed(regions=(replace(LAYOUT.regions[0], address=2**64 - 512), *LAYOUT.regions[1:]))
     # A stride that nothing is multiplied with may be anything.
     one = Placement("s", 0, 0, 0, (Span(3, 4),), (0,), 0, 0)
     state, group = State("s", "int8", 1, (Axis("dim", 4),), per_token=True), CacheGroup(1, 1, 0)

@@ -143,7 +143,9 @@ def test_the_first_bad_row_is_named() -> None:
         PIECES.check(address, np.array([100, 101, 1], np.uint64), "somebody")
 
 
-@pytest.mark.parametrize("extents", [[(10, 10), (19, 1)], [(10, 10), (10, 10)], [(0, 5)], [(5, 0)], [(1 << 63, 1)]])
+@pytest.mark.parametrize(
+    "extents", [[(10, 10), (19, 1)], [(10, 10), (10, 10)], [(0, 5)], [(5, 0)], [((1 << 64) - 1, 1)], [(1 << 64, 1)]]
+)
 def test_pieces_are_disjoint_and_exist(extents: list[tuple[int, int]]) -> None:
     with pytest.raises(TransportError):
         Regions.of(extents)

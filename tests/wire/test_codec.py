@@ -1,4 +1,5 @@
 import contextlib
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -20,12 +21,14 @@ VERSION = bytes([m.WIRE_VERSION])
 PARTY = m.Party("prefill-0", "e1", 0)
 LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 PART = Part(("s", "t"), (Span(0, 2), Span(1, 4)), TokenSet(4, (Span(0, 2),)), TokenRange(3, 9))
+FAR = replace(LAYOUT, regions=tuple(replace(region, address=2**64 - (1 << 20)) for region in LAYOUT.regions))
 SUBJECT = Subject(DigestPolicy.SAMPLED, 11, (PART, PART))
 EXAMPLES = [
     m.Hello(1, "0.1.0", PARTY, "decode-0", "e2"),
     m.Welcome(1, "0.1.0", PARTY, 1, "abc"),
     m.OfferRequest(PARTY),
     m.Offer(PARTY, LAYOUT, (m.TransportOffer("shm", b"\x00\xff", ""),), m.Probe(4096, 64, 7)),
+    m.Offer(PARTY, FAR, (m.TransportOffer("nixl", b"\x00\xff", ""),), m.Probe(4096, 64, 7)),
     m.Claim(PARTY, "c", m.Reference("prefill-0", "e1", "r", "l"), 12, (0,)),
     m.Claim(
         PARTY,
@@ -41,6 +44,7 @@ EXAMPLES = [
     m.Reached("shm", "shm 9 GB/s"),
     m.Claim(PARTY, "c", m.Reference("p", "e", "r", "l"), 12, (0,), subject=SUBJECT, prompt=Prompt.of([7]).name("l")),
     m.Grant("c", ((1, 2, 3),)),
+    m.Pack(PARTY, "c", "l", 0, 3, 2**64 - 1),
     m.Written("c", 1024, 3),
     m.Landed(PARTY, "c", "l"),
     m.Valid("c"),

@@ -18,8 +18,8 @@ def noise(num_bytes: int, seed: int = SEED) -> torch.Tensor:
 
 def rows(source: torch.Tensor, target: torch.Tensor, places: NDArray[np.int64]) -> Copies:
     """`places` are (offset in source, offset in target, length), in bytes, a row each."""
-    starts = np.array([source.data_ptr(), target.data_ptr(), 0], np.int64)
-    columns = (places + starts).T.astype(np.uint64)
+    starts = np.array([source.data_ptr(), target.data_ptr(), 0], np.uint64)
+    columns = (places.astype(np.uint64) + starts).T
     source_at, target_at, length = (np.ascontiguousarray(column) for column in columns)
     return Copies(source_at, target_at, length, len(places))
 

@@ -17,6 +17,8 @@ from kvferry.system import os_error_text
 MAX_DESCRIPTOR_BYTES = 1 << 20
 
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+DeviceAddress = Annotated[int, Meta(ge=0)]
+"""Intel's GPUs have addresses with the highest of 64 bits. Whoever uses one checks that it is no longer."""
 Shape = TypeVar("Shape", bound=msgspec.Struct)
 
 
@@ -32,16 +34,20 @@ def check_size(descriptor: bytes) -> bytes:
     return descriptor
 
 
-def decode(peer: str, descriptor: bytes, kind: type[Shape]) -> Shape:
-    """Raises TransportError when it is not a `kind` within its bounds."""
+def decode(peer: str, descriptor: bytes, decoder: msgspec.msgpack.Decoder[Shape]) -> Shape:
+    """Raises TransportError when it is not what `decoder` reads, within its bounds.
+
+    Decoders are built when their module is imported: msgspec prepares a type at its first use, and two threads that
+    use it first at once end the process.
+    """
     check_size(descriptor)
     try:
-        return msgspec.msgpack.decode(descriptor, type=kind)
+        return decoder.decode(descriptor)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransportError(
             f"the descriptor of peer {peer!r} cannot be used",
             found=str(error),
-            expected=f"a {kind.__name__}",
+            expected=f"a {decoder.type.__name__}",
             hint="both sides must use the same transport and version",
         ) from error
 

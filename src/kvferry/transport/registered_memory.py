@@ -21,7 +21,7 @@ Offsets = NDArray[np.int64]
 # The columns of this many rows stay in the processor's cache while they are checked.
 ROWS_AT_ONCE = 16 << 10
 
-_ADDRESS_LIMIT = 1 << 63
+_ADDRESS_LIMIT = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,9 +144,13 @@ class Regions:
         """The rows as offsets in `views`. Raises TransportError like `check`."""
         offset, region = address.view(np.int64), self._common_region(address, length)
         if region is None:
-            return LocatedRows(self.views, self.locate(address, length, owner), offset, tuple(self.address.tolist()))
-        start, zeros = (int(self.address[region]),), np.broadcast_to(np.int64(0), address.shape)
+            return LocatedRows(self.views, self.locate(address, length, owner), offset, tuple(self._signed().tolist()))
+        start, zeros = (int(self._signed()[region]),), np.broadcast_to(np.int64(0), address.shape)
         return LocatedRows(self.views[region : region + 1], zeros, offset, start)
+
+    def _signed(self) -> Offsets:
+        """The addresses, as offsets are taken from them: the difference is the same modulo 2**64."""
+        return self.address.view(np.int64)
 
     def _common_region(self, address: Column, length: Column) -> int | None:
         """The region that holds every row, if one does. Only the extremes are compared: a fifth of the time."""

@@ -29,8 +29,10 @@ Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
-# Of any memory: a device's can lie far beyond what a processor's programs use.
-Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+# Of the host's memory, and of any: Intel's GPUs have addresses with the highest of 64 bits. No longer number has a form
+# on the wire.
+HostAddress = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Address = Annotated[int, Meta(ge=0)]
 MAX_SLOT_BYTES = 1 << 32
 # More than a jumbo frame, 9,000 bytes.
 MAX_PADDING_BYTES = 1 << 14
@@ -135,7 +137,7 @@ class Probe(Struct, frozen=True, forbid_unknown_fields=True):
     for peers on one host, and empty where the system does not say.
     """
 
-    address: Address
+    address: HostAddress
     size_bytes: Count
     seed: Count
     num_marks: Count = 0

@@ -42,7 +42,8 @@ def qualify(options: QualifyOptions) -> int:
     checks, file = _checks(options.only), console.page_file(options.page)
     kind = _kind(options.device)
     _check_installed(kind)
-    console.say(f"checking {f'{kind} devices' if kind != HOST else 'memory of the host: no accelerator is here'}")
+    reached = "" if options.device else ": no accelerator is reached here"
+    console.say(f"checking {kind} devices" if kind != HOST else f"checking memory of the host{reached}")
     began = time.monotonic()
     found = list(outcomes(checks, kind, console.say, cleaner(_names())))
     report = report_of(__version__, kind, found, time.monotonic() - began)
@@ -132,4 +133,4 @@ def _names() -> tuple[str, ...]:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = ""
-    return tuple(dict.fromkeys((host, socket.getfqdn(), host.partition(".")[0], user)))
+    return tuple(dict.fromkeys((host, host.partition(".")[0], user)))

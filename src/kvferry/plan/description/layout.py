@@ -212,7 +212,7 @@ def _check_records(layout: Layout) -> None:
     for state in layout.states:
         _check_state(state)
     for region in layout.regions:
-        if region.address < 0 or region.size_bytes < 1 or region.address + region.size_bytes > 2**63:
+        if region.address < 0 or region.size_bytes < 1 or region.address + region.size_bytes > 2**64:
             raise LayoutError("a region must lie in the address space", found=repr(region))
     for group in layout.groups:
         _check_group(group)

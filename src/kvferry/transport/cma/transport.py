@@ -52,6 +52,9 @@ class CrossMemoryDescriptor(msgspec.Struct, frozen=True, tag="cma-1"):
     regions: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
 
 
+_DECODER: Final = msgspec.msgpack.Decoder(CrossMemoryDescriptor)
+
+
 @dataclass(frozen=True, slots=True)
 class _Peer:
     """A process, held by `pidfd`, and its registered regions."""
@@ -106,7 +109,7 @@ class CrossMemoryTransport:
     def connect(self, peer: str, descriptor: bytes) -> None:
         """Raises TransportError when the peer lives elsewhere, has ended, or may not be read by this user."""
         self.disconnect(peer)
-        known = decode(peer, descriptor, CrossMemoryDescriptor)
+        known = decode(peer, descriptor, _DECODER)
         check_same(peer, known.origin, self._origin)
         regions = Regions.of(known.regions)
         opened = _Peer(known.pid, _open_pidfd(peer, known), regions)

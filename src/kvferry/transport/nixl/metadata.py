@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import TransportError
-from kvferry.transport.descriptors import Natural, check_size
+from kvferry.transport.descriptors import DeviceAddress, Natural, check_size
 
 _MAGIC: Final = b"KVN1"
 _DIGEST_BYTES: Final = 16
@@ -20,9 +20,12 @@ class NixlDescriptor(msgspec.Struct, frozen=True, tag="nixl-1"):
     any of them is a device's, whose: (device, its number) of each region."""
 
     agent: Annotated[str, Meta(min_length=1, max_length=64)]
-    regions: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
+    regions: Annotated[tuple[tuple[DeviceAddress, Natural], ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
     metadata: bytes
     devices: Annotated[tuple[tuple[Annotated[str, Meta(max_length=64)], Natural], ...], Meta(max_length=4096)] = ()
+
+
+DECODER: Final = msgspec.msgpack.Decoder(NixlDescriptor)
 
 
 def digest_of(data: bytes) -> bytes:

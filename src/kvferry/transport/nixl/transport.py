@@ -41,7 +41,7 @@ from kvferry.transport.nixl.descriptor_lists import (
     descriptor_list,
 )
 from kvferry.transport.nixl.library import load_nixl
-from kvferry.transport.nixl.metadata import NixlDescriptor, digest_of, seal, unseal
+from kvferry.transport.nixl.metadata import DECODER, NixlDescriptor, digest_of, seal, unseal
 from kvferry.transport.posting import Posting, connected
 from kvferry.transport.registered_memory import Regions, Registry
 from kvferry.transport.ucx.introspection import UcxIntrospection
@@ -148,7 +148,7 @@ class NixlTransport:
     def connect(self, peer: str, descriptor: bytes) -> None:
         """Raises TransportError when the descriptor is damaged, its own, or NIXL cannot load it."""
         self.disconnect(peer)
-        known = decode(peer, unseal(peer, descriptor), NixlDescriptor)
+        known = decode(peer, unseal(peer, descriptor), DECODER)
         if known.agent == self._name:
             raise TransportError(f"peer {peer!r} is this transport itself")
         regions, devices = Regions.of(known.regions), Devices.of(known.regions, known.devices)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
@@ -52,6 +52,9 @@ class SharedDescriptor(msgspec.Struct, frozen=True, tag="shm-1"):
     origin: Origin
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
     regions: Annotated[tuple[SharedRegion, ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
+
+
+_DECODER: Final = msgspec.msgpack.Decoder(SharedDescriptor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +115,7 @@ class SharedMemoryTransport:
     def connect(self, peer: str, descriptor: bytes) -> None:
         """Attach the peer's memory. Raises TransportError with the reason when that is impossible."""
         self.disconnect(peer)
-        shared = decode(peer, descriptor, SharedDescriptor)
+        shared = decode(peer, descriptor, _DECODER)
         check_same(peer, shared.origin, self._origin)
         views = [_attach(peer, shared.pid, region) for region in shared.regions]
         regions = Regions.of([(region.address, region.size_bytes) for region in shared.regions], views)

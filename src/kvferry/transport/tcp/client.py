@@ -17,11 +17,11 @@ from kvferry.transport.base import Completion, Direction, Ticket
 from kvferry.transport.registered_memory import LocatedRows, Offsets, View
 from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
 from kvferry.transport.tcp.connection import (
+    CHALLENGE,
     CHUNK_BYTES,
     MAX_ROWS,
-    Challenge,
+    REPLY,
     Connection,
-    Reply,
     Request,
     open_connection,
     proof_of,
@@ -177,7 +177,7 @@ class PeerClient:
                 self._connection = connection
                 if self._stopped:
                     connection.interrupt()
-            self._proof = proof_of(self._address.key, connection.receive_message(Challenge))
+            self._proof = proof_of(self._address.key, connection.receive_message(CHALLENGE))
         return self._connection
 
     def _drop_connection(self) -> None:
@@ -224,6 +224,6 @@ def _only_row(side: LocatedRows, sizes: Offsets) -> memoryview:
 
 
 def _expect_granted(connection: Connection) -> None:
-    reply = connection.receive_message(Reply)
+    reply = connection.receive_message(REPLY)
     if reply.error:
         raise TransportError("the peer refused the rows", found=reply.error)

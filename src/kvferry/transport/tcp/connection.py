@@ -8,7 +8,7 @@ import mmap
 import socket
 import struct
 import time
-from typing import Annotated, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -59,6 +59,12 @@ class Reply(msgspec.Struct, frozen=True, tag="reply-1", forbid_unknown_fields=Tr
     """`error` is empty when the request is granted (and, after a WRITE, done)."""
 
     error: Annotated[str, Meta(max_length=2048)]
+
+
+# Built here, before any thread: msgspec prepares a type at its first use, and two at once end the process.
+CHALLENGE: Final = msgspec.msgpack.Decoder(Challenge)
+REQUEST: Final = msgspec.msgpack.Decoder(Request)
+REPLY: Final = msgspec.msgpack.Decoder(Reply)
 
 
 class Connection:
@@ -129,7 +135,7 @@ class Connection:
         payload = msgspec.msgpack.encode(message)
         self.send(_HEADER.pack(_MAGIC, len(payload)) + payload + columns)
 
-    def receive_message(self, kind: type[Message]) -> Message:
+    def receive_message(self, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
         """Raises WireError when it is malformed, OSError when it does not come."""
         header = bytearray(_HEADER.size)
         self.receive_into(memoryview(header))
@@ -139,7 +145,7 @@ class Connection:
         payload = bytearray(length)
         self.receive_into(memoryview(payload))
         try:
-            return msgspec.msgpack.decode(payload, type=kind)
+            return decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WireError("invalid frame", found=str(error)) from error
 

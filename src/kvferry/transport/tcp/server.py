@@ -29,10 +29,10 @@ from kvferry.transport.tcp.connection import (
     CHALLENGE_BYTES,
     CHUNK_BYTES,
     MAX_ROWS,
+    REQUEST,
     Challenge,
     Connection,
     Reply,
-    Request,
     proof_of,
     scratch_memory,
 )
@@ -231,7 +231,7 @@ class Server:
             raise WireError("a connection without a request")
 
     def _answer(self, connection: Connection, staging: View, proof: bytes) -> None:
-        request = connection.receive_message(Request)
+        request = connection.receive_message(REQUEST)
         if not hmac.compare_digest(request.proof, proof):
             raise WireError("a request with a wrong key")
         address, length = _receive_columns(connection, request.num_rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from itertools import count
 from queue import SimpleQueue
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
@@ -33,6 +33,9 @@ class TcpDescriptor(msgspec.Struct, frozen=True, tag="tcp-2"):
     port: Annotated[int, Meta(ge=1, le=65535)]
     key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     regions: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
+
+
+_DECODER: Final = msgspec.msgpack.Decoder(TcpDescriptor)
 
 
 class TcpTransport:
@@ -85,7 +88,7 @@ class TcpTransport:
         which no peer listens is the error of a ticket, that of the self-test.
         """
         self.disconnect(peer)
-        known = decode(peer, descriptor, TcpDescriptor)
+        known = decode(peer, descriptor, _DECODER)
         address = PeerAddress(known.host, known.port, known.key)
         client = PeerClient(address, self._ended, self._stall_timeout_s)
         self._peers[peer] = (client, Regions.of(known.regions))
