@@ -1,12 +1,14 @@
 """How fast the transports move rows: against memcpy, and against one descriptor of the same bytes.
 
     python benchmarks/transports.py > benchmarks/results/transports.json
-    sudo python benchmarks/transports.py --hosts --transports tcp,nixl > benchmarks/results/transports_hosts.json
+    sudo python benchmarks/transports.py --hosts --transports tcp > benchmarks/results/transports_hosts.json
+    sudo python benchmarks/transports.py --hosts --transports tcp --mbits-per-connection 2000
 
 Prints JSON. The peer is another process on this host; with `--hosts` it is on another one, a network namespace at the
-other end of a veth pair. Beside tcp the same bytes go over a plain connection, which is its limit. Rows are in random
-order on the far side and every second place of a row is left out on both, as in a paged cache. Every repeat measures
-everything once, so that what else the machine does hits all alike; figures are medians.
+other end of a veth pair, with or without a limit of what one connection gets, as in many clouds. Beside tcp the same
+bytes go over a plain connection, which is its limit. Rows are in random order on the far side and every second place of
+a row is left out on both, as in a paged cache. Every repeat measures everything once, so that what else the machine
+does hits all alike; figures are medians.
 """
 
 from __future__ import annotations
@@ -51,6 +53,26 @@ ip address add {NEAR}/24 dev eth0 && ip link set eth0 up
 ip -n far link set lo up
 ip -n far address add {FAR}/24 dev eth0 && ip -n far link set eth0 up
 """
+# Sixteen classes by the port of the side that connects: as where links are bundled, two connections can share one.
+NUM_CLASSES = 16
+PORT_BITS = 0x001E
+
+
+def limit_connections(mbits: int) -> None:
+    """Each class gets so much, in either direction."""
+    for inside, port in ((["ip", "netns", "exec", "far"], "dport"), ([], "sport")):
+        tc = [*inside, "tc"]
+        run([*tc, "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb"])
+        for number in range(NUM_CLASSES):
+            name = f"1:{number + 1:x}"
+            rate = ["htb", "rate", f"{mbits}mbit", "burst", "1m", "cburst", "1m", "quantum", "60000"]
+            run([*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", name, *rate])
+            match = ["u32", "match", "ip", port, str(number << 1), f"{PORT_BITS:#x}"]
+            run([*tc, "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", *match, "flowid", name])
+
+
+def run(words: list[str]) -> None:
+    subprocess.run(words, check=True, timeout=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +186,7 @@ def enter_hosts() -> None:
     if os.environ.get("BETWEEN_HOSTS") != "1":
         words = [*OWN_NETWORK, "env", "BETWEEN_HOSTS=1", sys.executable, *sys.argv]
         os.execvp(words[0], words)
-    subprocess.run(["sh", "-ec", CABLE], check=True, timeout=60)
+    run(["sh", "-ec", CABLE])
 
 
 def main() -> None:
@@ -173,9 +195,12 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--hosts", action="store_true", help="the peer is on another host; needs root")
+    parser.add_argument("--mbits-per-connection", type=int, default=0, help="of hosts; needs the program tc")
     arguments = parser.parse_args()
     if arguments.hosts:
         enter_hosts()
+    if arguments.mbits_per_connection:
+        limit_connections(arguments.mbits_per_connection)
     near_host, far_host, prefix = (NEAR, FAR, FAR_HOST) if arguments.hosts else ("127.0.0.1", "127.0.0.1", ())
     total_bytes = arguments.mebibytes << 20
     copier.compile_in_background()
@@ -198,7 +223,8 @@ def main() -> None:
             benches[name] = bench
         sockets = stack.enter_context(PlainSockets(far_host, prefix))
         seconds = measure(benches, sockets, arguments.repeats)
-    print(json.dumps(report(seconds, total_bytes, arguments.repeats), indent=1))
+    limit = {"mbits_per_connection": arguments.mbits_per_connection} if arguments.mbits_per_connection else {}
+    print(json.dumps(limit | report(seconds, total_bytes, arguments.repeats), indent=1))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.nixl.transport import NixlTransport
 from kvferry.transport.shm.transport import SharedMemoryTransport
+from kvferry.transport.tcp import lanes, server
 from kvferry.transport.tcp.transport import TcpTransport
 
 
@@ -34,15 +35,20 @@ FACTORIES: dict[str, Callable[[], Callable[[], Transport]]] = {
     "shm": lambda: SharedMemoryTransport,
     "cma": lambda: CrossMemoryTransport,
     "tcp": lambda: TcpTransport,
+    "tcp-divided": lambda: TcpTransport,
     "nixl": lambda: NixlTransport,
     "faulty": faulty_factory,
 }
 
 
 @pytest.fixture(params=FACTORIES)
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     if request.param == "nixl":
         pytest.importorskip("nixl_cu13")
+    if request.param == "tcp-divided":
+        # What as a rule only happens with long tickets and long rows happens with all.
+        monkeypatch.setattr(lanes, "MIN_SHARE_BYTES", 1)
+        monkeypatch.setattr(server, "LONG_ROW_BYTES", 1)
     made = World(FACTORIES[request.param]())
     yield made
     made.close()

@@ -8,24 +8,25 @@ import select
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from queue import SimpleQueue
 
 import msgspec
 import numpy as np
 import pytest
+from tcp_peer import PROOF, challenged, columns, frame, known, rejected, request, server_of, wait_for
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess
 from kvferry.testing.transports.world import Row, World, expect_copied, finish
 from kvferry.transport.base import Direction, Memory
-from kvferry.transport.tcp import client, server
-from kvferry.transport.tcp.client import PeerAddress, PeerClient
+from kvferry.transport.tcp import lane, server
 from kvferry.transport.tcp.connection import CHALLENGE_BYTES, CHUNK_BYTES, MAX_ROWS, Challenge, Reply, Request, proof_of
-from kvferry.transport.tcp.server import RegistrationLock, Server
+from kvferry.transport.tcp.lane import Lane, PeerAddress
+from kvferry.transport.tcp.lanes import Lanes
+from kvferry.transport.tcp.server import RegistrationLock
 from kvferry.transport.tcp.transport import TcpDescriptor, TcpTransport
 
 STALL_S = 0.3
@@ -43,32 +44,11 @@ def world() -> Iterator[World]:
     made.close()
 
 
-def known(world: World) -> TcpDescriptor:
-    return msgspec.msgpack.decode(world.far.transport.descriptor(), type=TcpDescriptor)
-
-
-def frame(payload: bytes, columns: bytes = b"") -> bytes:
-    return struct.pack(">4sI", b"KVF1", len(payload)) + payload + columns
-
-
-PROOF = bytes(32)
-"""Stands for the right one of the connection that it is sent over."""
-
-
-def request(proof: bytes, direction: str, num_rows: int) -> bytes:
-    return msgspec.msgpack.encode({"type": "request-2", "proof": proof, "direction": direction, "num_rows": num_rows})
-
-
-def challenged(sock: socket.socket) -> Challenge:
-    (size,) = struct.unpack(">4xI", sock.recv(8, socket.MSG_WAITALL))
-    return msgspec.msgpack.decode(sock.recv(size, socket.MSG_WAITALL), type=Challenge)
-
-
 def answer_to(world: World, data: bytes) -> bytes:
     """What the far side says until it hangs up, which it may do before it has read everything."""
     said = b""
-    with socket.create_connection(("127.0.0.1", known(world).port), timeout=20) as sock:
-        proof = proof_of(known(world).key, challenged(sock))
+    with socket.create_connection(("127.0.0.1", known(world.far.transport).port), timeout=20) as sock:
+        proof = proof_of(known(world.far.transport).key, challenged(sock))
         with suppress(ConnectionError, BrokenPipeError):
             sock.sendall(data.replace(PROOF, proof))
         with suppress(OSError):
@@ -77,23 +57,6 @@ def answer_to(world: World, data: bytes) -> bytes:
             while more := sock.recv(1 << 16):
                 said += more
     return said
-
-
-def rejected(world: World) -> int:
-    transport = world.far.transport
-    assert isinstance(transport, TcpTransport)
-    return transport.num_rejected
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def columns(*rows: tuple[int, int]) -> bytes:
-    return np.array(rows, "<u8").T.tobytes()
 
 
 def test_strangers_get_nothing(world: World) -> None:
@@ -106,8 +69,8 @@ def test_strangers_get_nothing(world: World) -> None:
         struct.pack(">4sI", b"KVF1", 1 << 31),
         frame(request(b"x" * 32, "read", 1), row),
         frame(request(b"short", "read", 1), row),
-        frame(request(known(world).key, "read", 1), row),
-        frame(request(proof_of(known(world).key, Challenge(bytes(16))), "read", 1), row),
+        frame(request(known(world.far.transport).key, "read", 1), row),
+        frame(request(proof_of(known(world.far.transport).key, Challenge(bytes(16))), "read", 1), row),
         frame(request(PROOF, "erase", 1), row),
         frame(request(PROOF, "read", 0)),
         frame(request(PROOF, "read", MAX_ROWS + 1)),
@@ -120,12 +83,12 @@ def test_strangers_get_nothing(world: World) -> None:
 
 
 def test_the_key_is_never_sent_and_no_proof_is_good_for_two_connections(world: World) -> None:
-    place = ("127.0.0.1", known(world).port)
+    place = ("127.0.0.1", known(world.far.transport).port)
     with socket.create_connection(place) as one, socket.create_connection(place) as other:
         challenges = [challenged(one), challenged(other)]
-        proof = proof_of(known(world).key, challenges[0])
+        proof = proof_of(known(world.far.transport).key, challenges[0])
         assert challenges[0] != challenges[1]
-        assert known(world).key not in proof
+        assert known(world.far.transport).key not in proof
         other.sendall(frame(request(proof, "read", 1), columns((world.far.address(0, 0), 64))))
         said = b""
         with suppress(ConnectionError):
@@ -247,7 +210,7 @@ def test_a_process_that_can_start_no_more_threads_says_so(world: World, monkeypa
 
 
 def serving_threads() -> list[str]:
-    names = ("kvferry-tcp-serve", "kvferry-tcp-client")
+    names = ("kvferry-tcp-serve", "kvferry-tcp-lane")
     return [thread.name for thread in threading.enumerate() if thread.name in names]
 
 
@@ -259,7 +222,7 @@ def test_a_process_without_memory_to_copy_through_ends_its_tickets_and_goes_on(
 
     copies = Copies(*(np.array([n], np.uint64) for n in (world.far.address(0, 0), world.near.address(0, 0), 64)), 1)
     with monkeypatch.context() as patched:
-        patched.setattr(client, "scratch_memory", refuse)
+        patched.setattr(lane, "scratch_memory", refuse)
         assert "no memory" in world.run(copies, Direction.READ)
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
 
@@ -295,7 +258,7 @@ def patient_world() -> Iterator[World]:
 def test_connections_that_are_not_used_have_no_threads(
     patient_world: World, direction: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "KEEP_THREAD_S", 0.05)
+    monkeypatch.setattr(lane, "KEEP_THREAD_S", 0.05)
     for _ in range(2):
         expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], direction)
         wait_for(lambda: not serving_threads())
@@ -315,7 +278,7 @@ def test_who_comes_when_there_is_no_room_is_refused_and_those_that_are_known_are
     expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], Direction.READ)
     wait_for(lambda: len(server_of(patient_world)._idle) == 1)
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 1)
-    with socket.create_connection(("127.0.0.1", known(patient_world).port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", known(patient_world.far.transport).port), timeout=20) as sock:
         assert sock.recv(1) == b""
     assert rejected(patient_world) == 1
     expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], Direction.READ)
@@ -323,7 +286,7 @@ def test_who_comes_when_there_is_no_room_is_refused_and_those_that_are_known_are
 
 def test_who_comes_when_all_threads_are_busy_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_THREADS", 0)
-    with socket.create_connection(("127.0.0.1", known(world).port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", known(world.far.transport).port), timeout=20) as sock:
         assert sock.recv(1) == b""
     assert rejected(world) == 1
 
@@ -337,12 +300,6 @@ def test_connections_that_are_not_used_end_with_the_server(patient_world: World)
     assert peer.connection.fileno() == -1
 
 
-def server_of(world: World) -> Server:
-    transport = world.far.transport
-    assert isinstance(transport, TcpTransport)
-    return transport._server
-
-
 def test_a_connection_that_has_ended_is_made_again_before_it_is_used(world: World) -> None:
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
     for peer in list(server_of(world)._served.values()):
@@ -354,7 +311,8 @@ def test_a_connection_that_has_ended_is_made_again_before_it_is_used(world: Worl
 def test_a_client_that_was_stopped_opens_no_connection() -> None:
     """Not in the place of one that has ended meanwhile, either."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        stopped = PeerClient(PeerAddress("127.0.0.1", listener.getsockname()[1], b""), SimpleQueue(), STALL_S)
+        others = Lanes(PeerAddress("", 0, b""), SimpleQueue(), STALL_S)
+        stopped = Lane(PeerAddress("127.0.0.1", listener.getsockname()[1], b""), others, STALL_S)
         stopped.stop("over")
         stopped.join(20)
         with pytest.raises(ConnectionAbortedError, match="over"):

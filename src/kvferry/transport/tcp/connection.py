@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import mmap
+import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -92,6 +94,22 @@ class Connection:
             self._socket.sendall(data)
         except BlockingIOError as error:
             raise self._stalled("took") from error
+
+    def send_now(self, rows: Sequence[memoryview]) -> int:
+        """Send of these, one after another, what the system takes at once; how many bytes that were. Whoever waits for
+        more calls `wait_writable`. Raises OSError when the peer is gone."""
+        try:
+            return self._socket.sendmsg(rows, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
+    def wait_writable(self, deadline: float) -> None:
+        """Wait until the system takes bytes again. Raises OSError at the deadline, a time of `time.monotonic`."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLOUT)
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not poller.poll(left_s * 1000):
+            raise self._stalled("took")
 
     def receive_into(self, view: memoryview) -> None:
         """Fill `view`. Raises OSError when the peer is gone or the bytes do not come in time."""

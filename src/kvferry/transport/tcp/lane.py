@@ -1,4 +1,4 @@
-"""The client side of tcp: one connection per peer, tickets one after another, and a thread while there are any."""
+"""One connection to a peer: transfers one after another, and a thread while there are any."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from queue import SimpleQueue
+from typing import Protocol
 
 import numpy as np
 
 from kvferry.errors import FerryError, TransportError
 from kvferry.plan.programs.copies import Column
 from kvferry.system import os_error_text
-from kvferry.transport.base import Completion, Direction, Ticket
+from kvferry.transport.base import Direction, Ticket
 from kvferry.transport.registered_memory import LocatedRows, Offsets, View
 from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
 from kvferry.transport.tcp.connection import (
@@ -43,7 +43,7 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """A posted ticket: rows of at most CHUNK_BYTES, located in local memory, by address in the peer's."""
+    """A share of a ticket: rows of at most CHUNK_BYTES, located in local memory, by address in the peer's."""
 
     ticket: Ticket
     direction: Direction
@@ -54,22 +54,44 @@ class Transfer:
     def parts(self) -> Iterator[Transfer]:
         """Cut to the size of one request."""
         for first in range(0, len(self.length), MAX_ROWS):
-            part = slice(first, first + MAX_ROWS)
-            yield Transfer(self.ticket, self.direction, self.local.subset(part), self.remote[part], self.length[part])
+            yield self.subset(slice(first, first + MAX_ROWS))
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.length.sum())
+
+    def subset(self, rows: slice) -> Transfer:
+        """Only these rows."""
+        return Transfer(self.ticket, self.direction, self.local.subset(rows), self.remote[rows], self.length[rows])
 
 
-class PeerClient:
-    """Makes transfers one after another and puts their completions into `ended`. The first one opens the connection.
-    While there are none, a peer costs that connection, no thread and no memory to receive into.
+class Tickets(Protocol):
+    """Whose shares a lane moves. Called by any thread."""
+
+    def is_cancelled(self, ticket: Ticket) -> bool: ...
+
+    def end(self, ticket: Ticket, error: str) -> None: ...
+
+
+class Lane:
+    """Makes transfers one after another, and tells `tickets` of each end. The first one opens the connection. While
+    there are none, a lane costs that connection, no thread and no memory to receive into.
 
     When the connection fails, all waiting transfers end with its reason; the next one opens a new connection. So does
     one that finds the connection closed: a cable that was out for a while has ended it, and nobody was told.
+
+    With a lane `instead`, this one keeps no connection without work, and gives its work to that lane when it gets none:
+    a peer may have no room for another.
     """
 
-    def __init__(self, address: PeerAddress, ended: SimpleQueue[Completion], stall_timeout_s: float) -> None:
+    def __init__(
+        self, address: PeerAddress, tickets: Tickets, stall_timeout_s: float, instead: Lane | None = None
+    ) -> None:
+        self.pending_bytes = 0
         self._address = address
-        self._ended = ended
+        self._tickets = tickets
         self._stall_timeout_s = stall_timeout_s
+        self._instead = instead
         # Guards what follows, and says that some of it has changed.
         self._changed = threading.Condition()
         self._waiting: deque[Transfer] = deque()
@@ -77,25 +99,21 @@ class PeerClient:
         self._stopped = ""
         self._thread: threading.Thread | None = None
         self._is_working = False
-        self._cancelled: set[Ticket] = set()
         self._proof = b""
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue a ticket. Raises RuntimeError when no thread can be started for it."""
+        """Queue a transfer. Raises RuntimeError when no thread can be started for it."""
         with self._changed:
             if not self._is_working:
-                thread = threading.Thread(target=self._work, name="kvferry-tcp-client", daemon=True)
+                thread = threading.Thread(target=self._work, name="kvferry-tcp-lane", daemon=True)
                 thread.start()
                 self._thread, self._is_working = thread, True
             self._waiting.append(transfer)
+            self.pending_bytes += transfer.num_bytes
             self._changed.notify()
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Skip what has not been requested yet. Unknown and ended tickets are fine."""
-        self._cancelled.add(ticket)
-
     def stop(self, reason: str) -> None:
-        """End all tickets with this error; the one on the wire once the thread does not use its memory any more."""
+        """End all transfers with this error; the one on the wire once the thread does not use its memory any more."""
         with self._changed:
             self._stopped = self._stopped or reason
             if self._connection is not None:
@@ -105,13 +123,18 @@ class PeerClient:
             self._changed.notify()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread of a stopped client."""
+        """Wait for the thread of a stopped lane."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     @property
+    def is_connected(self) -> bool:
+        """Whether a connection has been opened, which may have ended since."""
+        return self._connection is not None
+
+    @property
     def is_over(self) -> bool:
-        """Whether no thread works, and so all tickets of a stopped client have ended."""
+        """Whether no thread works, and so all transfers of a stopped lane have ended."""
         return not self._is_working
 
     def _work(self) -> None:
@@ -123,16 +146,19 @@ class PeerClient:
                 self._is_working = False
             return
         while (transfer := self._next()) is not None:
-            self._finish(transfer, self._try(transfer, staging))
+            if self._instead is None or self._stopped or self._has_connection():
+                self._finish(transfer, self._try(transfer, staging))
+            else:
+                self._hand_over(transfer, self._instead)
 
     def _next(self) -> Transfer | None:
-        """What is to be moved. None, and the thread is to end, when there has been nothing for a while, or the client
-        is stopped."""
+        """What is to be moved. None, and the thread is to end, when there has been nothing for a while, or the lane is
+        stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._stopped, KEEP_THREAD_S)
             if self._waiting and not self._stopped:
                 return self._waiting.popleft()
-            if self._stopped:
+            if self._stopped or self._instead is not None:
                 self._disconnect(self._stopped)
             self._is_working = False
             return None
@@ -152,7 +178,7 @@ class PeerClient:
 
     def _move(self, transfer: Transfer, staging: View) -> str:
         for part in transfer.parts():
-            if self._stopped or transfer.ticket in self._cancelled:
+            if self._stopped or self._tickets.is_cancelled(transfer.ticket):
                 return self._stopped or "cancelled"
             connection = self._connected()
             columns = np.stack((part.remote, part.length.astype(np.uint64))).astype("<u8", copy=False)
@@ -180,6 +206,25 @@ class PeerClient:
             self._proof = proof_of(self._address.key, connection.receive_message(CHALLENGE))
         return self._connection
 
+    def _has_connection(self) -> bool:
+        try:
+            self._connected()
+        except (OSError, FerryError):
+            self._drop_connection()
+            return False
+        return True
+
+    def _hand_over(self, transfer: Transfer, lane: Lane) -> None:
+        """To that lane, with all that waits."""
+        with self._changed:
+            waiting, self._waiting = [transfer, *self._waiting], deque()
+            self.pending_bytes = 0
+        for each in waiting:
+            try:
+                lane.submit(each)
+            except RuntimeError as error:
+                self._tickets.end(each.ticket, str(error))
+
     def _drop_connection(self) -> None:
         with self._changed:
             connection, self._connection = self._connection, None
@@ -194,8 +239,9 @@ class PeerClient:
             self._finish(transfer, reason)
 
     def _finish(self, transfer: Transfer, error: str) -> None:
-        self._cancelled.discard(transfer.ticket)
-        self._ended.put(Completion(transfer.ticket, error))
+        with self._changed:
+            self.pending_bytes -= transfer.num_bytes
+        self._tickets.end(transfer.ticket, error)
 
 
 def _receive(connection: Connection, part: Transfer, staging: View) -> None:

@@ -1,0 +1,263 @@
+"""Long tickets are divided among connections, and long rows are sent from where they lie."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tcp_peer import PROOF, challenged, columns, frame, known, rejected, request, server_of, wait_for
+
+from kvferry.plan.programs.copies import Copies
+from kvferry.testing.transports.world import Row, World, expect_copied
+from kvferry.transport.base import Completion, Direction, Memory, Ticket
+from kvferry.transport.registered_memory import LocatedRows
+from kvferry.transport.tcp import lane, lanes, server
+from kvferry.transport.tcp.connection import CHUNK_BYTES, proof_of
+from kvferry.transport.tcp.lane import PeerAddress, Transfer
+from kvferry.transport.tcp.lanes import NUM_LANES, Lanes
+from kvferry.transport.tcp.transport import TcpTransport
+
+STALL_S = 2.0
+WAIT_S = 20.0
+ROWS = [Row((i % 2, 300 * i), ((i + 1) % 2, 400 * i), 200 + i) for i in range(9)]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """Whose first connection is there. Tickets of two bytes are divided."""
+    monkeypatch.setattr(lanes, "MIN_SHARE_BYTES", 1)
+    made = World(lambda: TcpTransport(stall_timeout_s=STALL_S))
+    expect_copied(made, ROWS[:1], Direction.READ)
+    yield made
+    made.close()
+
+
+def transfer(lengths: list[int]) -> Transfer:
+    length = np.array(lengths, np.int64)
+    numbers = np.arange(len(lengths), dtype=np.int64)
+    return Transfer(Ticket(1), Direction.READ, LocatedRows((), numbers, numbers), numbers.astype(np.uint64), length)
+
+
+def answer_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request is answered before there is one on each connection."""
+    asked, answer = threading.Barrier(NUM_LANES), server.Server._answer
+
+    def wait_and_answer(*arguments: object) -> None:
+        asked.wait(WAIT_S)
+        answer(*arguments)
+
+    monkeypatch.setattr(server.Server, "_answer", wait_and_answer)
+
+
+@given(st.lists(st.integers(1, CHUNK_BYTES), min_size=1, max_size=100))
+def test_shares_are_all_rows_in_their_order_and_none_is_much_longer(lengths: list[int]) -> None:
+    shares = lanes._divided(transfer(lengths), NUM_LANES)
+    assert [row for share in shares for row in share.remote.tolist()] == list(range(len(lengths)))
+    assert [row for share in shares for row in share.local.offset.tolist()] == list(range(len(lengths)))
+    total = sum(lengths)
+    assert len(shares) == max(1, min(NUM_LANES, total // lanes.MIN_SHARE_BYTES))
+    assert all(abs(share.num_bytes - total / len(shares)) <= 2 * max(lengths) for share in shares)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_long_ticket_goes_over_all_connections_and_ends_once(
+    world: World, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_together(monkeypatch)
+    expect_copied(world, ROWS, direction)
+    assert world.near.transport.poll() == []
+
+
+def test_a_short_ticket_goes_where_least_is_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane that has nothing to do is not passed over, and the first one is taken when all have."""
+    monkeypatch.setattr(lane.Lane, "_work", lambda _: None)
+    monkeypatch.setattr(lane.Lane, "is_connected", True)
+    asked = Lanes(PeerAddress("127.0.0.1", 1, b""), SimpleQueue(), STALL_S)
+    for number in range(NUM_LANES + 1):
+        asked.submit(Transfer(Ticket(number), *(getattr(transfer([100]), name) for name in MOVED)))
+    assert [each.pending_bytes for each in asked._lanes] == [200, *[100] * (NUM_LANES - 1)]
+
+
+MOVED = ("direction", "local", "remote", "length")
+
+
+def test_only_the_first_connection_is_kept_when_there_is_nothing_to_do(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "KEEP_THREAD_S", 0.05)
+    for _ in range(2):
+        expect_copied(world, ROWS, Direction.READ)
+        wait_for(lambda: len(server_of(world)._idle) == 1 and not server_of(world)._served)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_peer_without_room_for_more_connections_is_asked_over_one(
+    world: World, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 1)
+    expect_copied(world, ROWS, direction)
+    assert len(server_of(world)._served) == 1
+    assert rejected(world) >= 1
+
+
+def test_the_first_connection_comes_before_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is room for one only, the others must not have it."""
+    world.near.transport.connect("far", world.far.transport.descriptor())
+    wait_for(lambda: not server_of(world)._served)
+    expect_copied(world, ROWS, Direction.READ)
+    assert len(server_of(world)._served) == 1
+    answer_together(monkeypatch)
+    expect_copied(world, ROWS, Direction.READ)
+
+
+def test_when_one_share_fails_its_ticket_ends_once_all_have(world: World) -> None:
+    """And what has not been asked for is not asked for any more."""
+    ended: SimpleQueue[Completion] = SimpleQueue()
+    asked = Lanes(PeerAddress("127.0.0.1", 1, b""), ended, STALL_S)
+    asked._open[Ticket(7)] = lanes._Open(3)
+    asked.end(Ticket(7), "")
+    assert not asked.is_cancelled(Ticket(7))
+    asked.end(Ticket(7), "the first error")
+    assert asked.is_cancelled(Ticket(7))
+    assert ended.empty()
+    asked.end(Ticket(7), "cancelled")
+    assert ended.get() == Completion(Ticket(7), "the first error")
+    asked.cancel(Ticket(7))
+    assert not asked._open
+
+
+def test_nobody_listens_is_the_error_of_a_divided_ticket(world: World) -> None:
+    server_of(world).close(WAIT_S)
+    ticket = world.post(rows_of(world, ROWS), Direction.READ)
+    assert "refused" in world.finish([ticket])[ticket].error
+    wait_for(lambda: not [each for each in lanes_of(world)._lanes if each.pending_bytes])
+
+
+def test_a_process_that_can_start_one_thread_only_uses_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    lane_threads: list[threading.Thread] = []
+    monkeypatch.setattr(lane, "KEEP_THREAD_S", 0.05)
+    wait_for(lambda: lanes_of(world).is_over)
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "kvferry-tcp-lane":
+            if lane_threads:
+                raise RuntimeError("can't start new thread")
+            lane_threads.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    expect_copied(world, ROWS, Direction.READ)
+    assert len(lane_threads) == 1
+
+
+def test_stopped_lanes_end_what_they_were_given(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane.Lane, "is_connected", True)
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as silent:
+        ended: SimpleQueue[Completion] = SimpleQueue()
+        asked = Lanes(PeerAddress("127.0.0.1", silent.getsockname()[1], b""), ended, WAIT_S)
+        asked.submit(transfer([100] * 8))
+        accepted = [silent.accept()[0] for _ in range(NUM_LANES)]
+        asked.stop("over")
+        pool.submit(asked.join, WAIT_S).result(2 * WAIT_S)
+        assert asked.is_over
+        assert ended.get(timeout=WAIT_S).error == "over"
+        for sock in accepted:
+            sock.close()
+
+
+def rows_of(world: World, rows: list[Row]) -> Copies:
+    source = np.array([world.far.address(*row.source) for row in rows], np.uint64)
+    target = np.array([world.near.address(*row.target) for row in rows], np.uint64)
+    return Copies(source, target, np.array([row.length for row in rows], np.uint64), len(rows))
+
+
+def lanes_of(world: World) -> Lanes:
+    transport = world.near.transport
+    assert isinstance(transport, TcpTransport)
+    return transport._peers["far"][0]
+
+
+@pytest.fixture
+def serving() -> Iterator[tuple[TcpTransport, np.ndarray]]:
+    """A transport that serves 64 MiB, more than any socket's buffers hold."""
+    transport = TcpTransport(stall_timeout_s=STALL_S)
+    memory = np.random.default_rng(1).integers(0, 256, 64 * CHUNK_BYTES, np.uint8)
+    transport.register(Memory(memory.ctypes.data, memory.nbytes, -1))
+    yield transport, memory
+    transport.close()
+
+
+@pytest.fixture
+def asking(serving: tuple[TcpTransport, np.ndarray]) -> Iterator[Callable[[list[tuple[int, int]]], socket.socket]]:
+    """Asks for rows, (offset, length) each, and hands over the connection on which they come."""
+    transport, memory = serving
+    opened = []
+
+    def ask(rows: list[tuple[int, int]]) -> socket.socket:
+        descriptor = known(transport)
+        sock = socket.create_connection(("127.0.0.1", descriptor.port), timeout=WAIT_S)
+        opened.append(sock)
+        proof = proof_of(descriptor.key, challenged(sock))
+        where = columns(*((memory.ctypes.data + offset, length) for offset, length in rows))
+        sock.sendall(frame(request(PROOF, "read", len(rows)), where).replace(PROOF, proof))
+        header = sock.recv(8, socket.MSG_WAITALL)
+        sock.recv(int.from_bytes(header[4:]), socket.MSG_WAITALL)
+        return sock
+
+    yield ask
+    for sock in opened:
+        sock.close()
+
+
+@pytest.mark.parametrize("row_bytes", [server.LONG_ROW_BYTES, 3 * server.LONG_ROW_BYTES + 5, CHUNK_BYTES])
+def test_long_rows_are_sent_as_they_lie_in_any_portions(serving, asking, row_bytes: int) -> None:
+    _, memory = serving
+    starts = np.random.default_rng(2).permutation(min(600, memory.nbytes // row_bytes)) * row_bytes
+    sock = asking([(int(start), row_bytes) for start in starts])
+    found = bytearray(row_bytes * len(starts))
+    view, sizes = memoryview(found), np.random.default_rng(3)
+    while view:
+        view = view[sock.recv_into(view, min(len(view), int(sizes.integers(1, 300_000)))) :]
+    assert found == b"".join(memory[start : start + row_bytes].tobytes() for start in starts.tolist())
+
+
+def test_memory_is_unregistered_while_a_peer_takes_nothing(serving, asking) -> None:
+    """Of what it had asked for it gets what was sent before, and no byte of what lies there now."""
+    transport, memory = serving
+    sock = asking([(first, CHUNK_BYTES) for first in range(0, memory.nbytes, CHUNK_BYTES)])
+    before = memory.tobytes()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(transport.unregister, Memory(memory.ctypes.data, memory.nbytes, -1)).result(STALL_S)
+    memory.fill(0)
+    came = bytearray()
+    with suppress(ConnectionError):
+        while more := sock.recv(1 << 20):
+            came += more
+    assert len(came) < memory.nbytes
+    assert before.startswith(bytes(came))
+
+
+def test_a_peer_that_takes_nothing_of_long_rows_stalls(serving, asking) -> None:
+    transport, memory = serving
+    asking([(first, CHUNK_BYTES) for first in range(0, memory.nbytes, CHUNK_BYTES)])
+    wait_for(lambda: not transport._server._served)
+    assert not transport._server._idle
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
+def test_what_is_left_of_rows_are_their_last_bytes(lengths: list[int], data: st.DataObject) -> None:
+    memory, sizes = np.arange(200, dtype=np.uint8), np.array(lengths, np.int64)
+    starts = np.array([data.draw(st.integers(0, 190)) for _ in lengths], np.int64)
+    skip = data.draw(st.integers(0, int(sizes.sum()) - 1))
+    rows = LocatedRows((memory,), np.zeros(len(sizes), np.int64), starts)
+    whole = b"".join(memory[a : a + n].tobytes() for a, n in zip(starts.tolist(), lengths, strict=True))
+    assert b"".join(server._memory_of(rows, sizes, skip)) == whole[skip:]
