@@ -48,7 +48,7 @@ def keep_alive(sock: socket.socket) -> None:
 def allow_many_descriptors() -> None:
     """Let this process and its children open as many files as the hard limit says, up to `MANY_DESCRIPTORS`.
 
-    A peer takes two or three, and many systems begin with a soft limit of 1,024.
+    A peer takes two or three, six while it is busy, and many systems begin with a soft limit of 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MANY_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MANY_DESCRIPTORS)

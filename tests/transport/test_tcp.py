@@ -10,7 +10,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from queue import SimpleQueue
 
 import msgspec
 import numpy as np
@@ -22,10 +21,9 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess
 from kvferry.testing.transports.world import Row, World, expect_copied, finish
 from kvferry.transport.base import Direction, Memory
-from kvferry.transport.tcp import lane, server
+from kvferry.transport.tcp import lanes, server
 from kvferry.transport.tcp.connection import CHALLENGE_BYTES, CHUNK_BYTES, MAX_ROWS, Challenge, Reply, Request, proof_of
 from kvferry.transport.tcp.lane import Lane, PeerAddress
-from kvferry.transport.tcp.lanes import Lanes
 from kvferry.transport.tcp.server import RegistrationLock
 from kvferry.transport.tcp.transport import TcpDescriptor, TcpTransport
 
@@ -222,7 +220,7 @@ def test_a_process_without_memory_to_copy_through_ends_its_tickets_and_goes_on(
 
     copies = Copies(*(np.array([n], np.uint64) for n in (world.far.address(0, 0), world.near.address(0, 0), 64)), 1)
     with monkeypatch.context() as patched:
-        patched.setattr(lane, "scratch_memory", refuse)
+        patched.setattr(lanes, "scratch_memory", refuse)
         assert "no memory" in world.run(copies, Direction.READ)
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
 
@@ -258,7 +256,7 @@ def patient_world() -> Iterator[World]:
 def test_connections_that_are_not_used_have_no_threads(
     patient_world: World, direction: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "KEEP_THREAD_S", 0.05)
+    monkeypatch.setattr(lanes, "KEEP_THREAD_S", 0.05)
     for _ in range(2):
         expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], direction)
         wait_for(lambda: not serving_threads())
@@ -311,12 +309,10 @@ def test_a_connection_that_has_ended_is_made_again_before_it_is_used(world: Worl
 def test_a_client_that_was_stopped_opens_no_connection() -> None:
     """Not in the place of one that has ended meanwhile, either."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        others = Lanes(PeerAddress("", 0, b""), SimpleQueue(), STALL_S)
-        stopped = Lane(PeerAddress("127.0.0.1", listener.getsockname()[1], b""), others, STALL_S)
+        stopped = Lane(PeerAddress("127.0.0.1", listener.getsockname()[1], b""), STALL_S)
         stopped.stop("over")
-        stopped.join(20)
         with pytest.raises(ConnectionAbortedError, match="over"):
-            stopped._connected()
+            stopped.connect()
 
 
 def test_long_tickets_take_several_requests(world: World) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
@@ -15,13 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tcp_peer import PROOF, challenged, columns, frame, known, rejected, request, server_of, wait_for
 
+from kvferry.errors import TransportError, WireError
 from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.world import Row, World, expect_copied
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.registered_memory import LocatedRows
-from kvferry.transport.tcp import lane, lanes, server
+from kvferry.transport.registered_memory import LocatedRows, View
+from kvferry.transport.tcp import connection, lanes, server
 from kvferry.transport.tcp.connection import CHUNK_BYTES, proof_of
-from kvferry.transport.tcp.lane import PeerAddress, Transfer
+from kvferry.transport.tcp.lane import Lane, PeerAddress, Transfer
 from kvferry.transport.tcp.lanes import NUM_LANES, Lanes
 from kvferry.transport.tcp.transport import TcpTransport
 
@@ -76,23 +81,10 @@ def test_a_long_ticket_goes_over_all_connections_and_ends_once(
     assert world.near.transport.poll() == []
 
 
-def test_a_short_ticket_goes_where_least_is_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane that has nothing to do is not passed over, and the first one is taken when all have."""
-    monkeypatch.setattr(lane.Lane, "_work", lambda _: None)
-    monkeypatch.setattr(lane.Lane, "is_connected", True)
-    asked = Lanes(PeerAddress("127.0.0.1", 1, b""), SimpleQueue(), STALL_S)
-    for number in range(NUM_LANES + 1):
-        asked.submit(Transfer(Ticket(number), *(getattr(transfer([100]), name) for name in MOVED)))
-    assert [each.pending_bytes for each in asked._lanes] == [200, *[100] * (NUM_LANES - 1)]
-
-
-MOVED = ("direction", "local", "remote", "length")
-
-
 def test_only_the_first_connection_is_kept_when_there_is_nothing_to_do(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "KEEP_THREAD_S", 0.05)
+    monkeypatch.setattr(lanes, "KEEP_THREAD_S", 0.05)
     for _ in range(2):
         expect_copied(world, ROWS, Direction.READ)
         wait_for(lambda: len(server_of(world)._idle) == 1 and not server_of(world)._served)
@@ -118,33 +110,118 @@ def test_the_first_connection_comes_before_the_others(world: World, monkeypatch:
     expect_copied(world, ROWS, Direction.READ)
 
 
-def test_when_one_share_fails_its_ticket_ends_once_all_have(world: World) -> None:
-    """And what has not been asked for is not asked for any more."""
-    ended: SimpleQueue[Completion] = SimpleQueue()
-    asked = Lanes(PeerAddress("127.0.0.1", 1, b""), ended, STALL_S)
-    asked._open[Ticket(7)] = lanes._Open(3)
-    asked.end(Ticket(7), "")
-    assert not asked.is_cancelled(Ticket(7))
-    asked.end(Ticket(7), "the first error")
-    assert asked.is_cancelled(Ticket(7))
+def test_when_one_share_fails_its_ticket_ends_once_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first error, and what has not been asked for is not asked for any more."""
+    failed, others = threading.Event(), threading.Barrier(NUM_LANES)
+
+    def move(self: Lane, share: Transfer, staging: View, is_over: Callable[[], str]) -> str:
+        others.wait(WAIT_S)
+        if share.remote[0] == 0:
+            raise TransportError("the first error")
+        wait_for(lambda: bool(is_over()))
+        failed.wait(WAIT_S)
+        return is_over()
+
+    asked, ended = scripted(monkeypatch, move)
+    asked.submit(transfer([100] * 8))
+    wait_for(lambda: sum(asked._working.values()) == NUM_LANES - 1)
     assert ended.empty()
-    asked.end(Ticket(7), "cancelled")
-    assert ended.get() == Completion(Ticket(7), "the first error")
-    asked.cancel(Ticket(7))
-    assert not asked._open
+    failed.set()
+    assert ended.get(timeout=WAIT_S) == Completion(Ticket(1), "the first error")
+    asked.cancel(Ticket(1))
+    stop(asked)
+    assert ended.empty()
+
+
+@pytest.mark.parametrize("error", [OSError("no room"), MemoryError("no memory"), WireError("not a challenge")])
+def test_a_lane_that_cannot_be_opened_leaves_its_work_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whatever the reason is, and it is not tried again at once."""
+    tried = []
+
+    def connect(self: Lane) -> None:
+        tried.append(self)
+        raise error
+
+    asked, ended = scripted(monkeypatch, lambda *_: "", connect)
+    asked.submit(transfer([100] * 8))
+    assert ended.get(timeout=WAIT_S) == Completion(Ticket(1), "")
+    wait_for(lambda: len(asked._working) == 1)
+    num_tried = len(tried)
+    asked.submit(transfer([100] * 8))
+    assert ended.get(timeout=WAIT_S) == Completion(Ticket(1), "")
+    assert len(tried) == num_tried <= NUM_LANES - 1
+    stop(asked)
+
+
+def test_a_lane_that_waits_for_its_connection_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer out of descriptors accepts no connection and refuses none."""
+    given_up = threading.Event()
+
+    def connect(self: Lane) -> None:
+        given_up.wait(WAIT_S)
+        raise TimeoutError
+
+    asked, ended = scripted(monkeypatch, lambda *_: "", connect)
+    for _ in range(3):
+        asked.submit(transfer([100] * 8))
+        assert ended.get(timeout=WAIT_S) == Completion(Ticket(1), "")
+    given_up.set()
+    stop(asked)
+
+
+def test_a_lane_without_memory_to_copy_through_leaves_its_work_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    moving, memory = threading.Event(), lanes.scratch_memory
+
+    def scratch() -> View:
+        if moving.is_set():
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return memory()
+
+    def move(self: Lane, *_: object) -> str:
+        moving.set()
+        wait_for(lambda: len(asked._working) == 1)
+        return ""
+
+    monkeypatch.setattr(lanes, "scratch_memory", scratch)
+    asked, ended = scripted(monkeypatch, move)
+    monkeypatch.setattr(Lane, "is_connected", False)
+    asked.submit(transfer([100]))
+    assert moving.wait(WAIT_S)
+    monkeypatch.setattr(Lane, "is_connected", True)
+    asked.submit(transfer([100] * 8))
+    assert [ended.get(timeout=WAIT_S).error for _ in range(2)] == ["", ""]
+    stop(asked)
+
+
+def scripted(
+    monkeypatch: pytest.MonkeyPatch, move: Callable[..., str], connect: Callable[[Lane], None] = lambda _: None
+) -> tuple[Lanes, SimpleQueue[Completion]]:
+    """Lanes, the first of them connected, that divide all tickets and move them so; and where completions come."""
+    monkeypatch.setattr(lanes, "MIN_SHARE_BYTES", 1)
+    for name, value in (("move", move), ("connect", connect), ("is_connected", True)):
+        monkeypatch.setattr(Lane, name, value)
+    ended: SimpleQueue[Completion] = SimpleQueue()
+    return Lanes(PeerAddress("127.0.0.1", 1, b""), ended, STALL_S), ended
+
+
+def stop(asked: Lanes) -> None:
+    asked.stop("over")
+    asked.join(WAIT_S)
+    assert asked.is_over
 
 
 def test_nobody_listens_is_the_error_of_a_divided_ticket(world: World) -> None:
     server_of(world).close(WAIT_S)
     ticket = world.post(rows_of(world, ROWS), Direction.READ)
     assert "refused" in world.finish([ticket])[ticket].error
-    wait_for(lambda: not [each for each in lanes_of(world)._lanes if each.pending_bytes])
 
 
 def test_a_process_that_can_start_one_thread_only_uses_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
     lane_threads: list[threading.Thread] = []
-    monkeypatch.setattr(lane, "KEEP_THREAD_S", 0.05)
+    monkeypatch.setattr(lanes, "KEEP_THREAD_S", 0.05)
     wait_for(lambda: lanes_of(world).is_over)
 
     def limited(thread: threading.Thread) -> None:
@@ -160,15 +237,13 @@ def test_a_process_that_can_start_one_thread_only_uses_one(world: World, monkeyp
 
 
 def test_stopped_lanes_end_what_they_were_given(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane.Lane, "is_connected", True)
+    monkeypatch.setattr(Lane, "is_connected", True)
     with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as silent:
         ended: SimpleQueue[Completion] = SimpleQueue()
         asked = Lanes(PeerAddress("127.0.0.1", silent.getsockname()[1], b""), ended, WAIT_S)
         asked.submit(transfer([100] * 8))
         accepted = [silent.accept()[0] for _ in range(NUM_LANES)]
-        asked.stop("over")
-        pool.submit(asked.join, WAIT_S).result(2 * WAIT_S)
-        assert asked.is_over
+        pool.submit(stop, asked).result(2 * WAIT_S)
         assert ended.get(timeout=WAIT_S).error == "over"
         for sock in accepted:
             sock.close()
@@ -251,6 +326,36 @@ def test_a_peer_that_takes_nothing_of_long_rows_stalls(serving, asking) -> None:
     asking([(first, CHUNK_BYTES) for first in range(0, memory.nbytes, CHUNK_BYTES)])
     wait_for(lambda: not transport._server._served)
     assert not transport._server._idle
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_slow_peer_is_none_that_takes_nothing(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
+    """Of a socket with a large buffer the kernel tells late that there is room: what it takes counts all the same."""
+    memory = np.zeros(32 * CHUNK_BYTES, np.uint8)
+    poll = select.poll
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+
+        class Untold:
+            def register(self, sock: socket.socket, events: int) -> None:
+                self._poller = poll()
+                self._poller.register(sock, events)
+
+            def poll(self, limit_ms: float) -> list[tuple[int, int]]:
+                while is_slow and not self._poller.poll(0):
+                    other.recv(CHUNK_BYTES)
+                return []
+
+        monkeypatch.setattr(connection.select, "poll", Untold)
+        sending = connection.Connection(listener.accept()[0], STALL_S)
+        rest = partial(left_of, memory)
+        with nullcontext() if is_slow else pytest.raises(TimeoutError, match="the peer took nothing for 2 s"):
+            sending.send_rows(memory.nbytes, rest)
+        sending.close()
+
+
+@contextmanager
+def left_of(memory: np.ndarray, num_sent: int) -> Iterator[list[memoryview]]:
+    yield [memory.data[num_sent:]]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())

@@ -26,7 +26,6 @@ DIVIDED = TpuPair("llama_narrow", (2, 32), (1, 64))
 REPLICATED = TpuPair("llama_narrow", (4, 32), (2, 16))
 WITH_CPU = TpuPair("llama", (1, 32), ON_CPU)
 NARROW_WITH_CPU = TpuPair("llama_narrow", (2, 32), ON_CPU)
-TORCH = TpuPair("llama", implementation="vllm")
 
 
 def full(spec):
@@ -97,10 +96,3 @@ def test_a_cache_leaves_while_its_prompt_is_computed(pair, spec):
         assert any(event["choices"] for event in events)
     assert answer["cache"] == "received"
     assert tuple(answer["choices"][0]["token_ids"]) == ask(pair.decode, alone(question)).tokens
-
-
-@pytest.mark.full
-@DIRECTIONS
-@pytest.mark.parametrize("spec", [TORCH], ids=str)
-def test_models_of_vllm_itself_on_tpu_inference(pair, spec, reverse):
-    check_equal(pair, prompts_of(SIZES), reverse=reverse)

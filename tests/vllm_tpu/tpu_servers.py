@@ -32,11 +32,10 @@ class TpuPair:
     model: str
     prefill: tuple[int, int] = (1, BLOCK_TOKENS)
     decode: tuple[int, int] = (1, BLOCK_TOKENS)
-    implementation: str = "flax_nnx"
 
     def __str__(self) -> str:
         sides = ("cpu" if side == ON_CPU else f"tp{side[0]}block{side[1]}" for side in (self.prefill, self.decode))
-        return f"{self.model}-{'-'.join(sides)}-{self.implementation}"
+        return f"{self.model}-{'-'.join(sides)}"
 
 
 ON_CPU = (0, 128)
@@ -45,7 +44,6 @@ ON_CPU = (0, 128)
 class TpuServer(Server):
     """One running `vllm serve` with tpu-inference."""
 
-    implementation = ""
     plugins = Path()
 
     def environment(self) -> dict[str, str]:
@@ -55,7 +53,7 @@ class TpuServer(Server):
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={self.spec.tp}",
-            "MODEL_IMPL_TYPE": self.implementation,
+            "MODEL_IMPL_TYPE": "flax_nnx",
         }
 
     def command(self) -> list[str]:
@@ -110,6 +108,6 @@ def _pair(wanted: TpuPair, folder: Path) -> Pair:
     for name, side, wanted_side in zip(("prefill", "decode"), sides, (wanted.prefill, wanted.decode), strict=True):
         made = (CpuServer if wanted_side == ON_CPU else TpuServer)(spec, side, "FerryConnector", folder / f"{name}.log")
         if isinstance(made, TpuServer):
-            made.implementation, made.plugins = wanted.implementation, folder
+            made.plugins = folder
         servers.append(made)
     return Pair(spec, *servers)

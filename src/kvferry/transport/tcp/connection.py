@@ -9,7 +9,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -33,6 +34,12 @@ _MAGIC = b"KVF1"
 _HEADER = struct.Struct(">4sI")
 _MAX_FRAME_BYTES = 4096
 _COUNT = Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+
+# The kernel takes no more in one call.
+MAX_PARTS: Final = 1024
+
+Rest = Callable[[int], AbstractContextManager[Sequence[memoryview]]]
+"""What is left of some rows after so many bytes, which stays where it is while the context is held."""
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
@@ -95,21 +102,29 @@ class Connection:
         except BlockingIOError as error:
             raise self._stalled("took") from error
 
-    def send_now(self, rows: Sequence[memoryview]) -> int:
-        """Send of these, one after another, what the system takes at once; how many bytes that were. Whoever waits for
-        more calls `wait_writable`. Raises OSError when the peer is gone."""
+    def send_rows(self, num_bytes: int, rest: Rest) -> None:
+        """Send so many bytes from where they lie, and hold them in no call that waits for the peer.
+
+        Raises OSError when it is gone or takes nothing for too long, and what `rest` raises.
+        """
+        poller = select.poll()
+        poller.register(self._socket, select.POLLOUT)
+        num_sent, is_writable = 0, True
+        while num_sent < num_bytes:
+            with rest(num_sent) as rows:
+                moved = self._send_now(rows[:MAX_PARTS])
+            num_sent += moved
+            # Of a socket with a large buffer the kernel says late that there is room again.
+            if not moved and not is_writable:
+                raise self._stalled("took")
+            is_writable = num_sent == num_bytes or bool(poller.poll(self._stall_timeout_s * 1000))
+
+    def _send_now(self, rows: Sequence[memoryview]) -> int:
+        """How many bytes of these, one after another, the system took without waiting."""
         try:
             return self._socket.sendmsg(rows, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
-
-    def wait_writable(self, deadline: float) -> None:
-        """Wait until the system takes bytes again. Raises OSError at the deadline, a time of `time.monotonic`."""
-        poller = select.poll()
-        poller.register(self._socket, select.POLLOUT)
-        left_s = deadline - time.monotonic()
-        if left_s <= 0 or not poller.poll(left_s * 1000):
-            raise self._stalled("took")
 
     def receive_into(self, view: memoryview) -> None:
         """Fill `view`. Raises OSError when the peer is gone or the bytes do not come in time."""

@@ -1,12 +1,15 @@
 """The client side of tcp: a few connections to each peer, among which its tickets are divided.
 
 One connection is the work of one core on either side, and many networks give one no more than a part of what they can.
+Each has a thread while there is something to move. It takes the next share of a ticket when it is done with the last:
+one that cannot be opened, or is slow, leaves its work to the others.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
@@ -14,12 +17,20 @@ from typing import Final
 
 import numpy as np
 
+from kvferry.errors import FerryError, TransportError
+from kvferry.system import os_error_text
 from kvferry.transport.base import Completion, Ticket
+from kvferry.transport.registered_memory import View
+from kvferry.transport.tcp.connection import scratch_memory
 from kvferry.transport.tcp.lane import Lane, PeerAddress, Transfer
 
 NUM_LANES: Final = 4
 MIN_SHARE_BYTES: Final = 4 << 20
 """A ticket is divided into no shorter shares."""
+# Longer than between two requests of a busy pair. Without one the next ticket starts a thread, which takes 0.1 ms.
+KEEP_THREAD_S = 2.0
+# A peer that had no room for a second connection is asked over the first one alone for so long.
+RETRY_S = 10.0
 
 
 @dataclass(slots=True)
@@ -32,45 +43,139 @@ class _Open:
 
 
 class Lanes:
-    """Makes the transfers of one peer and puts their completions into `ended`. Only the first lane keeps its connection
-    while there are none. The others open theirs when they get work: while that one is there, and has work as well."""
+    """Makes the transfers of one peer and puts their completions into `ended`. The first lane opens its connection at
+    the first transfer and keeps it. The others open theirs once that one is there and there is more to do than it does,
+    and keep none without work.
+
+    When a connection fails in a transfer, all waiting ones end with its reason; the next one opens a new connection.
+    """
 
     def __init__(self, address: PeerAddress, ended: SimpleQueue[Completion], stall_timeout_s: float) -> None:
+        self._address = address
         self._ended = ended
-        self._lock = threading.Lock()
+        self._lanes = tuple(Lane(address, stall_timeout_s) for _ in range(NUM_LANES))
+        # Guards what follows, and says that some of it has changed.
+        self._changed = threading.Condition()
         self._open: dict[Ticket, _Open] = {}
-        first = Lane(address, self, stall_timeout_s)
-        others = (Lane(address, self, stall_timeout_s, instead=first) for _ in range(NUM_LANES - 1))
-        self._lanes = (first, *others)
+        self._waiting: deque[Transfer] = deque()
+        self._working: dict[Lane, bool] = {}
+        self._threads: dict[Lane, threading.Thread] = {}
+        self._alone_until = 0.0
+        self._stopped = ""
 
     def submit(self, transfer: Transfer) -> None:
         """Begin a ticket. Raises RuntimeError when no thread can be started for it."""
-        lanes = self._lanes if self._lanes[0].is_connected else self._lanes[:1]
-        shares = _divided(transfer, len(lanes))
-        with self._lock:
+        with self._changed:
+            is_alone = not self._lanes[0].is_connected or time.monotonic() < self._alone_until
+            shares = _divided(transfer, 1 if is_alone else NUM_LANES)
+            num_busy = sum(self._working.values())
+            wanted = 1 if is_alone else min(NUM_LANES, num_busy + len(self._waiting) + len(shares))
+            self._start(wanted)
             self._open[transfer.ticket] = _Open(len(shares))
-        for number, share in enumerate(shares):
-            try:
-                _give(share, lanes)
-            except RuntimeError as error:
-                if not number:
-                    del self._open[transfer.ticket]
-                    raise
-                self.end(share.ticket, str(error))
+            self._waiting.extend(shares)
+            self._changed.notify(len(shares))
 
     def cancel(self, ticket: Ticket) -> None:
         """Skip what has not been requested yet. Unknown and ended tickets are fine."""
-        with self._lock:
+        with self._changed:
             if ticket in self._open:
                 self._open[ticket].is_cancelled = True
 
-    def is_cancelled(self, ticket: Ticket) -> bool:
-        """Whether a lane is to skip what is left of an open ticket: also when another share of it has failed."""
-        return self._open[ticket].is_cancelled
+    def stop(self, reason: str) -> None:
+        """End all tickets with this error; those on the wire once no thread uses their memory any more."""
+        with self._changed:
+            self._stopped = self._stopped or reason
+            for lane in self._lanes:
+                lane.stop(self._stopped)
+                if lane not in self._working:
+                    lane.disconnect()
+            self._end_waiting(self._stopped)
+            self._changed.notify_all()
 
-    def end(self, ticket: Ticket, error: str) -> None:
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads of stopped lanes, for each of them that long."""
+        for thread in list(self._threads.values()):
+            thread.join(timeout_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no thread works, and so all tickets of stopped lanes have ended."""
+        return not self._working
+
+    def _start(self, num_lanes: int) -> None:
+        """Have so many threads, or as many as there can be. Raises RuntimeError when there is none."""
+        for lane in self._lanes[:num_lanes]:
+            if lane in self._working:
+                continue
+            thread = threading.Thread(target=self._work, args=(lane,), name="kvferry-tcp-lane", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._working:
+                    raise
+                return
+            self._threads[lane], self._working[lane] = thread, False
+
+    def _work(self, lane: Lane) -> None:
+        is_first = lane is self._lanes[0]
+        try:
+            staging = scratch_memory()
+            if not is_first:
+                lane.connect()
+            while (transfer := self._next(lane)) is not None:
+                self._end(transfer.ticket, self._moved(lane, transfer, staging))
+        except Exception as error:  # noqa: BLE001 - the top of a thread: tickets must not wait for it
+            reason = f"no memory for tcp to copy through: {os_error_text(error)}" if is_first else str(error)
+            with self._changed:
+                self._leave(lane)
+                self._alone_until = time.monotonic() + RETRY_S
+                if not self._working:
+                    self._end_waiting(self._stopped or reason)
+
+    def _next(self, lane: Lane) -> Transfer | None:
+        """What is to be moved. None, and the thread is to end, when there has been nothing for a while, or the lanes
+        are stopped."""
+        with self._changed:
+            self._working[lane] = False
+            self._changed.wait_for(lambda: self._waiting or self._stopped, KEEP_THREAD_S)
+            if self._stopped or not self._waiting:
+                self._leave(lane)
+                return None
+            self._working[lane] = True
+            return self._waiting.popleft()
+
+    def _leave(self, lane: Lane) -> None:
+        del self._working[lane]
+        if self._stopped or lane is not self._lanes[0]:
+            lane.disconnect()
+
+    def _moved(self, lane: Lane, transfer: Transfer, staging: View) -> str:
+        """The error of a share, or nothing."""
+        try:
+            return lane.move(transfer, staging, lambda: self._over(transfer.ticket))
+        except TransportError as error:
+            return str(error)  # A refusal. The connection is still usable.
+        except (OSError, FerryError) as error:
+            reason = self._stopped or f"connection to {self._address.host}:{self._address.port}: {os_error_text(error)}"
+        except Exception as error:  # noqa: BLE001 - the ticket must end whatever happens
+            reason = f"{type(error).__name__}: {error}"
+        lane.disconnect()
+        with self._changed:
+            self._end_waiting(reason)
+        return reason
+
+    def _over(self, ticket: Ticket) -> str:
+        """Why what is left of an open ticket is not to be moved, or nothing: also when another share has failed."""
+        return self._stopped or ("cancelled" if self._open[ticket].is_cancelled else "")
+
+    def _end_waiting(self, reason: str) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for transfer in waiting:
+            self._end(transfer.ticket, reason)
+
+    def _end(self, ticket: Ticket, error: str) -> None:
         """A share has ended, and with the last one its ticket."""
-        with self._lock:
+        with self._changed:
             known = self._open[ticket]
             known.num_shares -= 1
             known.error = known.error or error
@@ -79,33 +184,6 @@ class Lanes:
                 return
             del self._open[ticket]
         self._ended.put(Completion(ticket, known.error))
-
-    def stop(self, reason: str) -> None:
-        """End all tickets with this error; those on the wire once no thread uses their memory any more."""
-        for lane in self._lanes:
-            lane.stop(reason)
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the threads of stopped lanes, for each of them that long."""
-        for lane in reversed(self._lanes):
-            lane.join(timeout_s)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no thread works, and so all tickets of stopped lanes have ended."""
-        # The first one last: others may have given it work.
-        return all(lane.is_over for lane in reversed(self._lanes))
-
-
-def _give(share: Transfer, lanes: Sequence[Lane]) -> None:
-    """To the lane with the least to do that has a thread, or can have one. Raises RuntimeError."""
-    refused = RuntimeError()
-    for lane in sorted(lanes, key=lambda lane: lane.pending_bytes):
-        try:
-            return lane.submit(share)
-        except RuntimeError as error:
-            refused = error
-    raise refused
 
 
 def _divided(transfer: Transfer, num_lanes: int) -> list[Transfer]:

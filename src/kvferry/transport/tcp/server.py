@@ -12,10 +12,10 @@ import secrets
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -39,8 +39,8 @@ from kvferry.transport.tcp.connection import (
 )
 
 MAX_CONNECTIONS = 4096
-# Whoever can connect can have a thread, until it fails to prove that it knows the key.
-MAX_THREADS = 512
+# Four for each peer that is busy. Whoever can connect can have one, until it fails to prove that it knows the key.
+MAX_THREADS = 2048
 BACKLOG = 512
 THIS = "the serving process"
 # Rows of this mean length are sent from where they lie; shorter ones are gathered first, which takes less time then.
@@ -260,23 +260,18 @@ class Server:
     def _send(self, connection: Connection, rows: tuple[Column, Column], staging: View) -> None:
         for address, length, sizes in _chunks(rows):
             if int(sizes.sum()) >= LONG_ROW_BYTES * len(sizes):
-                self._send_in_place(connection, (address, length), sizes)
+                connection.send_rows(int(sizes.sum()), partial(self._held, (address, length), sizes))
                 continue
             # Memory may have been unregistered since the last chunk, so each chunk is checked again.
             with self.registration.shared():
                 gather(self._registry.regions.located(address, length, THIS), sizes, staging)
             connection.send(staging.data[: int(sizes.sum())])
 
-    def _send_in_place(self, connection: Connection, rows: tuple[Column, Column], sizes: Offsets) -> None:
-        """Without a copy in between. No call waits for the peer: memory is held for as long as its bytes are copied."""
-        num_sent, num_bytes, deadline = 0, int(sizes.sum()), time.monotonic() + self._stall_timeout_s
-        while True:
-            with self.registration.shared():
-                located = self._registry.regions.located(*rows, THIS)
-                num_sent += connection.send_now(_memory_of(located, sizes, num_sent))
-            if num_sent == num_bytes:
-                return
-            connection.wait_writable(deadline)
+    @contextmanager
+    def _held(self, rows: tuple[Column, Column], sizes: Offsets, num_sent: int) -> Iterator[list[memoryview]]:
+        """What is left of rows once so many bytes are sent. None of it is unregistered meanwhile."""
+        with self.registration.shared():
+            yield _memory_of(self._registry.regions.located(*rows, THIS), sizes, num_sent)
 
     def _receive(self, connection: Connection, rows: tuple[Column, Column], staging: View) -> None:
         for address, length, sizes in _chunks(rows):
@@ -305,7 +300,8 @@ def _memory_of(rows: LocatedRows, sizes: Offsets, skip: int) -> list[memoryview]
     stop = begin + sizes[part]
     begin[0] += skip - int(sizes[:first].sum())
     views = rows.view_index[part].tolist()
-    return [rows.views[i].data[a:b] for i, a, b in zip(views, begin.tolist(), stop.tolist(), strict=True)]
+    memory = {index: rows.views[index].data for index in set(views)}
+    return [memory[i][a:b] for i, a, b in zip(views, begin.tolist(), stop.tolist(), strict=True)]
 
 
 def _receive_columns(connection: Connection, num_rows: int) -> tuple[Column, Column]:
