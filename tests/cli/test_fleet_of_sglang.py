@@ -25,7 +25,7 @@ def started(monkeypatch, **changes) -> list[tuple[str, ...]]:
     commands = []
 
     class Child:
-        def __init__(self, name, arguments, log, port):
+        def __init__(self, name, arguments, log, port, variables):
             commands.append(arguments)
             if name.startswith("decode"):
                 raise InterruptedError
@@ -49,7 +49,7 @@ def test_only_sglang_serves_in_roles_and_other_engines_know_the_size_of_their_ca
     fleet = job._fleet_options(UpOptions(engine=engine, arguments=("--tp", "2")), "folder", "tiny")
     is_ours = engine == "transformers"
     assert (fleet.has_roles, fleet.cache_tokens) == (has_roles, 16384 if is_ours else 0)
-    assert fleet.engine_arguments[-3:] == ("--", "--tp", "2")
+    assert fleet.passed == ("--tp", "2")
     assert ("float32" in fleet.engine_arguments) is not is_ours
     assert "float32" not in job._fleet_options(UpOptions(engine=engine), "folder", "another").engine_arguments
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 
-from crossing import VLLM_ARGUMENTS
 from servers import ENVIRONMENT
 from tiny_models import model_folder
 
@@ -28,7 +27,8 @@ def test_once_answers_proves_and_tells_what_moved(running):
     ]
     command += ["--decode-block-tokens", "64", "--once", "The ferry leaves at dawn", "--json"]
     result = subprocess.run(
-        [*command, "--", "--dtype", "float32", *VLLM_ARGUMENTS],
+        # How much memory each may take is for `kvferry up` to say.
+        [*command, "--", "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16", "--enforce-eager"],
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
@@ -36,6 +36,7 @@ def test_once_answers_proves_and_tells_what_moved(running):
         check=False,
     )
     assert result.returncode == 0, result.stderr
+    assert result.stderr.count("of this host's memory") == 2
     facts = json.loads(result.stdout)
     assert (facts["equal"], facts["path"], facts["recomputed"]) == (True, "disaggregated", "")
     assert (facts["tokens_received"], facts["tokens_computed"]) == (facts["prompt_tokens"] - 1, 1)

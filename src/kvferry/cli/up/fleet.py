@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvferry.cli import console
 from kvferry.cli.server import listening
+from kvferry.cli.up.machine_share import Share
 from kvferry.cli.up.processes import Child
 from kvferry.errors import ConfigurationError
 from kvferry.http.registration import Side
@@ -22,8 +24,9 @@ RESTARTS_WITHIN_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Which engines to start. `engine_arguments` are common to all and come last on their command lines. Some engines
-    serve in one role, as long as they run (`has_roles`).
+    """Which engines to start. `engine_arguments` are common to all; `passed` comes last on their command lines, for the
+    programs that are the engines. Some engines serve in one role, as long as they run (`has_roles`). Where engines
+    share a machine, `shares` says what each gets of it, prefill engines first.
 
     The block sizes are tokens per block, `cache_tokens` what a cache holds; 0 leaves either to the engine. All must be
     ready within `ready_s`.
@@ -38,6 +41,8 @@ class FleetOptions:
     port: int
     ready_s: float = READY_S
     has_roles: bool = False
+    passed: tuple[str, ...] = ()
+    shares: tuple[Share, ...] = ()
 
 
 class Fleet:
@@ -91,7 +96,7 @@ class Fleet:
             self._restarted_at = [*(at for at in self._restarted_at if now - at < RESTARTS_WITHIN_S), now]
             if len(self._restarted_at) > MAX_RESTARTS:
                 raise ConfigurationError("the engines keep exiting", hint=f"their output is in {self._logs}")
-            self._children[index] = self._child(child.name, child.arguments, self._ports[child.name])
+            self._children[index] = child.again(self._ports[child.name])
             self._await(self._children[index], time.monotonic() + self._options.ready_s)
 
     @property
@@ -116,16 +121,23 @@ class Fleet:
     def _engine(self, side: Side, number: int, block_tokens: int) -> Child:
         name, sizes = f"{side}-{number}", sizes_of(block_tokens, self._options.cache_tokens)
         role = ("--role", side) if self._options.has_roles else ()
-        arguments = ("serve", "--engine-id", name, *role, *sizes, *self._options.engine_arguments)
-        return self._child(name, arguments, 0)
+        share = self._options.shares[len(self._children)] if self._options.shares else Share()
+        passed = (*share.arguments, *self._options.passed)
+        behind = ("--", *passed) if passed else ()
+        arguments = ("serve", "--engine-id", name, *role, *sizes, *self._options.engine_arguments, *behind)
+        if share.words:
+            console.say(f"{name} {share.words}")
+        return self._child(name, arguments, 0, share.environment)
 
     def _router(self) -> Child:
         engines = [("--prefill", url) for url in self.prefill_urls] + [("--decode", url) for url in self.decode_urls]
         words = [word for pair in engines for word in pair]
         return self._child("router", ("route", *words), self._options.port)
 
-    def _child(self, name: str, arguments: tuple[str, ...], port: int) -> Child:
-        return Child(name, arguments, self._logs / f"{name}.log", port)
+    def _child(
+        self, name: str, arguments: tuple[str, ...], port: int, environment: Mapping[str, str] | None = None
+    ) -> Child:
+        return Child(name, arguments, self._logs / f"{name}.log", port, environment)
 
 
 def sizes_of(block_tokens: int, cache_tokens: int) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from kvferry.cli.options import option_of
 from kvferry.cli.up.command import UpOptions
 from kvferry.cli.up.engine_report import read, report_between, why_chosen
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
+from kvferry.cli.up.machine_share import MEMORY_VARIABLE, VARIABLES, Share, machine_here, shares
 from kvferry.cli.up.output_check import Answer, Question, ask
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.system import os_error_text
@@ -141,7 +142,6 @@ def _serve_words(options: UpOptions, name: str) -> list[str]:
 
 def _fleet_options(options: UpOptions, path: str, name: str) -> FleetOptions:
     arguments = ["--model", path, "--engine", options.engine, *_serve_words(options, name)]
-    arguments += ["--", *options.arguments] if options.arguments else []
     return FleetOptions(
         num_prefill=options.prefill,
         num_decode=options.decode,
@@ -153,7 +153,19 @@ def _fleet_options(options: UpOptions, path: str, name: str) -> FleetOptions:
         port=options.port,
         ready_s=_ready_s(options),
         has_roles=options.engine == "sglang",
+        passed=options.arguments,
+        shares=_shares(options),
     )
+
+
+def _shares(options: UpOptions) -> tuple[Share, ...]:
+    """Nothing to share on a cluster, and little by engines of ours on CPUs."""
+    is_alone = options.place.on != "here" or (options.engine not in OTHER_ENGINES and options.device not in VARIABLES)
+    if is_alone:
+        return ()
+    variables = environment.all_variables()
+    num_engines = options.prefill + options.decode
+    return shares(machine_here(variables), options.engine, num_engines, options.arguments, MEMORY_VARIABLE in variables)
 
 
 def _ready_s(options: UpOptions) -> float:

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvferry.cli.environment import all_variables
 from kvferry.errors import ConfigurationError
 
 STOP_S = 10.0
@@ -20,11 +22,19 @@ STOP_S = 10.0
 class Child:
     """One running child. It ends by itself when this process dies: its standard input closes then.
 
-    `arguments` are those of `kvferry`, its subcommand first; what it says on stderr goes to `log`.
+    `arguments` are those of `kvferry`, its subcommand first; what it says on stderr goes to `log`. `variables` are
+    added to this process's environment.
     """
 
-    def __init__(self, name: str, arguments: tuple[str, ...], log: Path, port: int | None = None) -> None:
-        self.name, self.arguments, self.log = name, arguments, log
+    def __init__(
+        self,
+        name: str,
+        arguments: tuple[str, ...],
+        log: Path,
+        port: int | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name, self.arguments, self.log, self._variables = name, arguments, log, variables
         subcommand, *others = arguments
         # Ours come first: what follows `--` belongs to the engine.
         ours = ("--json", "--as-child", *(("--port", str(port)) if port is not None else ()))
@@ -34,7 +44,12 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
+                env={**all_variables(), **variables} if variables else None,
             )
+
+    def again(self, port: int) -> Child:
+        """Start the same once more, at this port."""
+        return Child(self.name, self.arguments, self.log, port, self._variables)
 
     @property
     def pid(self) -> int:
