@@ -211,6 +211,21 @@ def cache(make_rank):
     return Cache((make_rank("p0", SOURCE).memory.layout,), ())
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"direction": "pull"}, "the direction is none; found: 'pull'; expected: Direction.READ or Direction.WRITE"),
+        # Equal to a member, and still none.
+        ({"direction": "write"}, "found: 'write'"),
+        ({"digest": "full"}, "the digest policy is none; found: 'full'; expected: DigestPolicy.OFF or"),
+        ({"digest": None}, "found: None"),
+    ],
+)
+def test_what_is_no_direction_or_digest_policy_is_refused(given, words):
+    with pytest.raises(ConfigurationError, match=words):
+        AgentConfig("p1", **given)
+
+
 def test_a_taken_port_is_a_clear_error(make_rank, cache):
     port = int(make_rank("p0", SOURCE).agent.address.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match="cannot listen on"):

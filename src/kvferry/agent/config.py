@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from kvferry.agent.control.addresses import listening_address
 from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
@@ -62,6 +63,13 @@ def staging_named(name: str, staging_bytes: int = STAGING_BYTES) -> StagingPolic
     return StagingPolicy(allowed_by(name), min(SLOT_BYTES, slot_bytes_in(staging_bytes)))
 
 
+def _check_member(what: str, value: object, kind: type[StrEnum]) -> None:
+    """A text would look like a member, and compare unequal to all of them."""
+    if not isinstance(value, kind):
+        names = " or ".join(f"{kind.__name__}.{member.name}" for member in kind)
+        raise ConfigurationError(f"the {what} is none", found=repr(value), expected=names)
+
+
 MAX_ENGINE_ID = 200
 ENGINE_ID = re.compile(rf"\S{{1,{MAX_ENGINE_ID}}}")
 
@@ -93,8 +101,8 @@ class AgentConfig:
     staging: StagingPolicy = field(default_factory=lambda: StagingPolicy(AUTO, SLOT_BYTES))
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError for a name that is none, for a host that must not or cannot be listened on, and for
-        too little staging."""
+        """Raises ConfigurationError for a name, a direction or a digest policy that is none, for a host
+        that must not or cannot be listened on, and for too little staging."""
         if not ENGINE_ID.fullmatch(self.engine_id):
             raise ConfigurationError(
                 "invalid engine id",
@@ -102,6 +110,8 @@ class AgentConfig:
                 expected=f"1 to {MAX_ENGINE_ID} characters without spaces",
                 hint="references, logs and metrics name the engine by it",
             )
+        _check_member("direction", self.direction, Direction)
+        _check_member("digest policy", self.digest, DigestPolicy)
         listening_address(self.host, self.token)
         if self.staging_bytes < 4 * self.staging.slot_bytes:
             raise ConfigurationError(

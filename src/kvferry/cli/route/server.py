@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from contextlib import closing
+from functools import partial
 
 import uvloop
 
@@ -120,14 +121,14 @@ def route(options: RouteOptions) -> None:
     ):
         runner.run(app.begin())
         url = listening.url_of(bound)
-        console.announce(options.as_json, f"routing at {url}/v1", url=url)
         # What is there now stays: a collector that looks at all of it again holds up every open stream for tens of ms.
         # A request that is answered leaves no cycles behind, so there is nothing to look for often.
         gc.collect()
         gc.freeze()
         gc.set_threshold(NUM_NEW_OBJECTS)
         ends = [http.stdin_closed()] if options.as_child else []
-        runner.run(http.run(served, bound, ends, http.ROUTER_GRACE_S, drain))
+        announce = partial(console.announce, options.as_json, f"routing at {url}/v1", url=url)
+        runner.run(http.run(served, bound, ends, http.ROUTER_GRACE_S, drain, announce))
 
 
 def _tracing(otel: bool) -> Tracing:

@@ -7,6 +7,7 @@ import gc
 import socket
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 
 from starlette.types import Scope
 
@@ -59,7 +60,6 @@ async def _serve(
         name, model, address = options.engine_id, options.served_name, transfer.address
         words = f"{name}: {model} at {url}/v1, transfers at {address}"
         facts = {"engine_id": name, "model": model, "url": url, "transfer_address": address}
-        console.announce(options.as_json, words, **facts)
         registrar = await undo.enter_async_context(joined(options.join, url, config.token))
 
         def announce_end() -> None:
@@ -71,7 +71,8 @@ async def _serve(
 
         ends = [transfer.wait_until_over(), *([http.stdin_closed()] if options.as_child else [])]
         drain = http.Drain(options.drain_timeout, announce_end, engine.idle)
-        await http.run(guarded(app, access, turn_away), bound, ends, http.ENGINE_GRACE_S, drain)
+        announce = partial(console.announce, options.as_json, words, **facts)
+        await http.run(guarded(app, access, turn_away), bound, ends, http.ENGINE_GRACE_S, drain, announce)
         if transfer.failure:
             # Better no process than one that cannot do its job: whoever watches over it starts a new one.
             raise FerryError(

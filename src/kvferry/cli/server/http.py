@@ -63,8 +63,18 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], grace_s: int, drain: Drain) -> None:
-    """Serve until a signal or one of `ends`; open answers may go on for `grace_s` after the order to end."""
+async def run(
+    app: Any,
+    bound: socket.socket,
+    ends: Sequence[Awaitable[None]],
+    grace_s: int,
+    drain: Drain,
+    announce: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until a signal or one of `ends`; open answers may go on for `grace_s` after the order to end.
+
+    `announce` says that it serves: no sooner than a signal ends it well.
+    """
     requests = OpenRequests(app)
     config = uvicorn.Config(
         requests,
@@ -98,6 +108,7 @@ async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], g
     for number in (signal.SIGINT, signal.SIGTERM):
         # Until the loop closes: what follows the server is not to be interrupted by an impatient parent.
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    announce()
     drained = _drained(terminated, drain, requests, lambda: server.should_exit)
     watchers = [asyncio.create_task(stop_after(end)) for end in (*ends, drained)]
     try:
