@@ -19,7 +19,8 @@ from kvferry.embedded.http.router_registration import Registrar, RegistrarConfig
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side, decode_announcement, reason_to_refuse, sign
 from kvferry.router.config import PolicySettings, Registration, RouterConfig
-from kvferry.router.fleet.discovery import MembersFile, Registry
+from kvferry.router.discovery.members_file import MembersFile
+from kvferry.router.discovery.registry import Registry
 from kvferry.router.fleet.engine_info import EngineInfo
 from kvferry.router.fleet.instance import INSTANCE_BREAKER, InstanceRequest, Origin, ProbeResult, Reservation
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool

@@ -14,12 +14,12 @@ from router_harness import cluster, decode_engine, prefill_engine
 
 from kvferry.errors import ConfigurationError
 from kvferry.router.config import PodSelection, PolicySettings, RouterConfig
-from kvferry.router.fleet import pod_watch
-from kvferry.router.fleet.discovery import Section
+from kvferry.router.discovery import pod_watch
+from kvferry.router.discovery.pod_watch import PodWatch
+from kvferry.router.discovery.pods import KnownPods, Pod, Unusable, check_selection, decode, instance_of
+from kvferry.router.discovery.section import Section
 from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.instance_pool import InstancePool
-from kvferry.router.fleet.pod_watch import PodWatch
-from kvferry.router.fleet.pods import KnownPods, Pod, Unusable, check_selection, decode, instance_of
 from kvferry.router.fleet.probes import Prober
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.telemetry.metrics import Metrics

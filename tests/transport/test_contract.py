@@ -16,7 +16,7 @@ from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.nixl.transport import NixlTransport
 from kvferry.transport.shm.transport import SharedMemoryTransport
-from kvferry.transport.tcp import lanes, server
+from kvferry.transport.tcp import client, server
 from kvferry.transport.tcp.transport import TcpTransport
 
 
@@ -47,7 +47,7 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         pytest.importorskip("nixl_cu13")
     if request.param == "tcp-divided":
         # What as a rule only happens with long tickets and long rows happens with all.
-        monkeypatch.setattr(lanes, "MIN_SHARE_BYTES", 1)
+        monkeypatch.setattr(client, "MIN_SHARE_BYTES", 1)
         monkeypatch.setattr(server, "LONG_ROW_BYTES", 1)
     made = World(FACTORIES[request.param]())
     yield made

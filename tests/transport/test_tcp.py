@@ -21,7 +21,7 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess
 from kvferry.testing.transports.world import Row, World, expect_copied, finish
 from kvferry.transport.base import Direction, Memory
-from kvferry.transport.tcp import lanes, server
+from kvferry.transport.tcp import client, server
 from kvferry.transport.tcp.connection import CHALLENGE_BYTES, CHUNK_BYTES, MAX_ROWS, Challenge, Reply, Request, proof_of
 from kvferry.transport.tcp.lane import Lane, PeerAddress
 from kvferry.transport.tcp.server import RegistrationLock
@@ -220,7 +220,7 @@ def test_a_process_without_memory_to_copy_through_ends_its_tickets_and_goes_on(
 
     copies = Copies(*(np.array([n], np.uint64) for n in (world.far.address(0, 0), world.near.address(0, 0), 64)), 1)
     with monkeypatch.context() as patched:
-        patched.setattr(lanes, "scratch_memory", refuse)
+        patched.setattr(client, "scratch_memory", refuse)
         assert "no memory" in world.run(copies, Direction.READ)
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
 
@@ -256,7 +256,7 @@ def patient_world() -> Iterator[World]:
 def test_connections_that_are_not_used_have_no_threads(
     patient_world: World, direction: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "KEEP_THREAD_S", 0.05)
+    monkeypatch.setattr(client, "KEEP_THREAD_S", 0.05)
     for _ in range(2):
         expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], direction)
         wait_for(lambda: not serving_threads())

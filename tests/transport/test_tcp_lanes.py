@@ -24,10 +24,10 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.world import Row, World, expect_copied
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.registered_memory import LocatedRows, View
-from kvferry.transport.tcp import connection, lanes, server
+from kvferry.transport.tcp import client, connection, server
+from kvferry.transport.tcp.client import NUM_LANES, PeerClient
 from kvferry.transport.tcp.connection import CHUNK_BYTES, proof_of
 from kvferry.transport.tcp.lane import Lane, PeerAddress, Transfer
-from kvferry.transport.tcp.lanes import NUM_LANES, Lanes
 from kvferry.transport.tcp.transport import TcpTransport
 
 STALL_S = 2.0
@@ -38,7 +38,7 @@ ROWS = [Row((i % 2, 300 * i), ((i + 1) % 2, 400 * i), 200 + i) for i in range(9)
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """Whose first connection is there. Tickets of two bytes are divided."""
-    monkeypatch.setattr(lanes, "MIN_SHARE_BYTES", 1)
+    monkeypatch.setattr(client, "MIN_SHARE_BYTES", 1)
     made = World(lambda: TcpTransport(stall_timeout_s=STALL_S))
     expect_copied(made, ROWS[:1], Direction.READ)
     yield made
@@ -64,11 +64,11 @@ def answer_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.lists(st.integers(1, CHUNK_BYTES), min_size=1, max_size=100))
 def test_shares_are_all_rows_in_their_order_and_none_is_much_longer(lengths: list[int]) -> None:
-    shares = lanes._divided(transfer(lengths), NUM_LANES)
+    shares = client._divided(transfer(lengths), NUM_LANES)
     assert [row for share in shares for row in share.remote.tolist()] == list(range(len(lengths)))
     assert [row for share in shares for row in share.local.offset.tolist()] == list(range(len(lengths)))
     total = sum(lengths)
-    assert len(shares) == max(1, min(NUM_LANES, total // lanes.MIN_SHARE_BYTES))
+    assert len(shares) == max(1, min(NUM_LANES, total // client.MIN_SHARE_BYTES))
     assert all(abs(share.num_bytes - total / len(shares)) <= 2 * max(lengths) for share in shares)
 
 
@@ -84,7 +84,7 @@ def test_a_long_ticket_goes_over_all_connections_and_ends_once(
 def test_only_the_first_connection_is_kept_when_there_is_nothing_to_do(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "KEEP_THREAD_S", 0.05)
+    monkeypatch.setattr(client, "KEEP_THREAD_S", 0.05)
     for _ in range(2):
         expect_copied(world, ROWS, Direction.READ)
         wait_for(lambda: len(server_of(world)._idle) == 1 and not server_of(world)._served)
@@ -172,7 +172,7 @@ def test_a_lane_that_waits_for_its_connection_holds_up_nothing(monkeypatch: pyte
 
 
 def test_a_lane_without_memory_to_copy_through_leaves_its_work_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    moving, memory = threading.Event(), lanes.scratch_memory
+    moving, memory = threading.Event(), client.scratch_memory
 
     def scratch() -> View:
         if moving.is_set():
@@ -184,7 +184,7 @@ def test_a_lane_without_memory_to_copy_through_leaves_its_work_to_the_others(mon
         wait_for(lambda: len(asked._working) == 1)
         return ""
 
-    monkeypatch.setattr(lanes, "scratch_memory", scratch)
+    monkeypatch.setattr(client, "scratch_memory", scratch)
     asked, ended = scripted(monkeypatch, move)
     monkeypatch.setattr(Lane, "is_connected", False)
     asked.submit(transfer([100]))
@@ -197,16 +197,16 @@ def test_a_lane_without_memory_to_copy_through_leaves_its_work_to_the_others(mon
 
 def scripted(
     monkeypatch: pytest.MonkeyPatch, move: Callable[..., str], connect: Callable[[Lane], None] = lambda _: None
-) -> tuple[Lanes, SimpleQueue[Completion]]:
-    """Lanes, the first of them connected, that divide all tickets and move them so; and where completions come."""
-    monkeypatch.setattr(lanes, "MIN_SHARE_BYTES", 1)
+) -> tuple[PeerClient, SimpleQueue[Completion]]:
+    """PeerClient, the first of them connected, that divide all tickets and move them so; and where completions come."""
+    monkeypatch.setattr(client, "MIN_SHARE_BYTES", 1)
     for name, value in (("move", move), ("connect", connect), ("is_connected", True)):
         monkeypatch.setattr(Lane, name, value)
     ended: SimpleQueue[Completion] = SimpleQueue()
-    return Lanes(PeerAddress("127.0.0.1", 1, b""), ended, STALL_S), ended
+    return PeerClient(PeerAddress("127.0.0.1", 1, b""), ended, STALL_S), ended
 
 
-def stop(asked: Lanes) -> None:
+def stop(asked: PeerClient) -> None:
     asked.stop("over")
     asked.join(WAIT_S)
     assert asked.is_over
@@ -221,8 +221,8 @@ def test_nobody_listens_is_the_error_of_a_divided_ticket(world: World) -> None:
 def test_a_process_that_can_start_one_thread_only_uses_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
     lane_threads: list[threading.Thread] = []
-    monkeypatch.setattr(lanes, "KEEP_THREAD_S", 0.05)
-    wait_for(lambda: lanes_of(world).is_over)
+    monkeypatch.setattr(client, "KEEP_THREAD_S", 0.05)
+    wait_for(lambda: client_of(world).is_over)
 
     def limited(thread: threading.Thread) -> None:
         if thread.name == "kvferry-tcp-lane":
@@ -236,11 +236,11 @@ def test_a_process_that_can_start_one_thread_only_uses_one(world: World, monkeyp
     assert len(lane_threads) == 1
 
 
-def test_stopped_lanes_end_what_they_were_given(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_client_ends_what_it_was_given(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lane, "is_connected", True)
     with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as silent:
         ended: SimpleQueue[Completion] = SimpleQueue()
-        asked = Lanes(PeerAddress("127.0.0.1", silent.getsockname()[1], b""), ended, WAIT_S)
+        asked = PeerClient(PeerAddress("127.0.0.1", silent.getsockname()[1], b""), ended, WAIT_S)
         asked.submit(transfer([100] * 8))
         accepted = [silent.accept()[0] for _ in range(NUM_LANES)]
         pool.submit(stop, asked).result(2 * WAIT_S)
@@ -255,7 +255,7 @@ def rows_of(world: World, rows: list[Row]) -> Copies:
     return Copies(source, target, np.array([row.length for row in rows], np.uint64), len(rows))
 
 
-def lanes_of(world: World) -> Lanes:
+def client_of(world: World) -> PeerClient:
     transport = world.near.transport
     assert isinstance(transport, TcpTransport)
     return transport._peers["far"][0]

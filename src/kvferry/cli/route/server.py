@@ -24,7 +24,7 @@ from kvferry.router.config import (
     Registration,
     RouterConfig,
 )
-from kvferry.router.fleet.pods import check_selection
+from kvferry.router.discovery.pods import check_selection
 from kvferry.router.http.app import create_app
 from kvferry.router.policy.plugins import policy_named
 from kvferry.router.policy.records import Limits

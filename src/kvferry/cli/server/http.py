@@ -85,38 +85,51 @@ async def run(
         timeout_graceful_shutdown=grace_s + LAST_WORDS_S,
         timeout_keep_alive=65,
     )
-    server, terminated = _Server(config), asyncio.Event()
-
-    def stop() -> None:
-        if not server.should_exit:
-            server.should_exit = True
-            asyncio.get_running_loop().call_later(grace_s, requests.break_off)
-
-    async def stop_after(end: Awaitable[None]) -> None:
-        await end
-        stop()
-
-    def on_signal(number: int) -> None:
-        if terminated.is_set() or number == signal.SIGINT:
-            stop()
-            drain.announce()
-            waiting = f"{requests.num_open} open requests have {grace_s} s to finish"
-            console.say(f"stopping: {waiting if requests.num_open else 'no request is open'}")
-        else:
-            terminated.set()
-
+    server = _Server(config)
+    ending = _Ending(server, requests, grace_s, drain)
     for number in (signal.SIGINT, signal.SIGTERM):
         # Until the loop closes: what follows the server is not to be interrupted by an impatient parent.
-        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+        asyncio.get_running_loop().add_signal_handler(number, ending.on_signal, number)
     announce()
-    drained = _drained(terminated, drain, requests, lambda: server.should_exit)
-    watchers = [asyncio.create_task(stop_after(end)) for end in (*ends, drained)]
+    drained = _drained(ending.terminated, drain, requests, lambda: server.should_exit)
+    watchers = [asyncio.create_task(ending.stop_after(end)) for end in (*ends, drained)]
     try:
         await server.serve(sockets=[bound])
     finally:
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
+
+
+class _Ending:
+    """The ways in which a server is told to end. `terminated` is set by the first SIGTERM, which has it drain."""
+
+    def __init__(self, server: _Server, requests: OpenRequests, grace_s: int, drain: Drain) -> None:
+        self.terminated = asyncio.Event()
+        self._server = server
+        self._requests = requests
+        self._grace_s = grace_s
+        self._drain = drain
+
+    def on_signal(self, number: int) -> None:
+        """SIGINT, and whatever comes after a SIGTERM, ends it at once."""
+        if not self.terminated.is_set() and number != signal.SIGINT:
+            self.terminated.set()
+            return
+        self._stop()
+        self._drain.announce()
+        waiting = f"{self._requests.num_open} open requests have {self._grace_s} s to finish"
+        console.say(f"stopping: {waiting if self._requests.num_open else 'no request is open'}")
+
+    async def stop_after(self, end: Awaitable[None]) -> None:
+        """Stop when that has come."""
+        await end
+        self._stop()
+
+    def _stop(self) -> None:
+        if not self._server.should_exit:
+            self._server.should_exit = True
+            asyncio.get_running_loop().call_later(self._grace_s, self._requests.break_off)
 
 
 async def _drained(

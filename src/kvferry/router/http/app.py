@@ -27,7 +27,9 @@ from kvferry.http.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error
 from kvferry.http.registration import MEMBERS_PATH
 from kvferry.http.request_ids import id_of_refusal
 from kvferry.router.config import RouterConfig
-from kvferry.router.fleet.discovery import MembersFile, Registry, Section
+from kvferry.router.discovery.members_file import MembersFile
+from kvferry.router.discovery.registry import Registry
+from kvferry.router.discovery.section import Section
 from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.fleet.probes import Prober
@@ -47,7 +49,7 @@ from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 from kvferry.router.upstream.http_client import HttpClient, HttpRequest
 
 if TYPE_CHECKING:
-    from kvferry.router.fleet.pod_watch import PodWatch
+    from kvferry.router.discovery.pod_watch import PodWatch
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +62,8 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
     """The router for these instances. Its lifespan owns the connections and the health probe."""
     metrics = Metrics(config.max_metric_labels)
     pool = InstancePool(config.instances, metrics, config.policy_settings)
-    watched = [MembersFile(path, pool, config.probe_interval_s) for path in (config.members_file,) if path]
-    for file in watched:
+    files = [MembersFile(path, pool, config.probe_interval_s) for path in (config.members_file,) if path]
+    for file in files:
         file.look()
     pods = _pod_watch(config, pool)
 
@@ -69,24 +71,21 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with aclosing(HttpClient(config.connect_timeout_s, config.engine_api_key)) as http:
             app.state.services = Services(config, pool, metrics, http, tracing)
-            tasks: set[asyncio.Task[None]] = set()
-            try:
-                for watch in pods:
-                    await watch.begin()
-                prober = Prober(http, pool, config)
-                await prober.probe_all()
-                for run in (prober.run(), *(file.run() for file in watched), *(watch.run() for watch in pods)):
-                    tasks.add(task := asyncio.create_task(run))
-                    task.add_done_callback(partial(_ended, pool))
+            async with _following(pool, Prober(http, pool, config), files, pods):
                 yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                for watch in pods:
-                    await watch.aclose()
 
-    routes = [
+    handlers = {HTTPException: on_http_error, FerryError: on_ferry_error, Exception: on_defect}
+    app = Starlette(routes=_routes(), lifespan=lifespan, exception_handlers=handlers)
+    # A redirection would be the answer to `/v1/completions/`, of which clients lose the body.
+    app.router.redirect_slashes = False
+    app.state.pool, app.state.metrics, app.state.config = pool, metrics, config
+    app.state.registry = Registry(config, pool, metrics)
+    app.state.scrapes = Scrapes(metrics, partial(_show, pool, metrics, config))
+    return RouterApp(app, pods)
+
+
+def _routes() -> list[Route]:
+    return [
         *(Route(endpoint, Generate(endpoint), methods=["POST"]) for endpoint in Endpoint),
         *(Route(path, tokenizer, methods=["POST"]) for path in TokenizerPath),
         Route("/v1/models", models, methods=["GET"]),
@@ -98,14 +97,28 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
         Route(MEMBERS_PATH, show_members, methods=["GET"]),
         Route(MEMBERS_PATH, take_member, methods=["POST"]),
     ]
-    handlers = {HTTPException: on_http_error, FerryError: on_ferry_error, Exception: on_defect}
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-    # A redirection would be the answer to `/v1/completions/`, of which clients lose the body.
-    app.router.redirect_slashes = False
-    app.state.pool, app.state.metrics, app.state.config = pool, metrics, config
-    app.state.registry = Registry(config, pool, metrics)
-    app.state.scrapes = Scrapes(metrics, partial(_show, pool, metrics, config))
-    return RouterApp(app, pods)
+
+
+@asynccontextmanager
+async def _following(
+    pool: InstancePool, prober: Prober, files: list[MembersFile], pods: list[PodWatch]
+) -> AsyncIterator[None]:
+    """Keep the pool as the instances are, once all have been asked. Raises ConfigurationError."""
+    tasks: set[asyncio.Task[None]] = set()
+    try:
+        for watch in pods:
+            await watch.begin()
+        await prober.probe_all()
+        for run in (prober.run(), *(file.run() for file in files), *(watch.run() for watch in pods)):
+            tasks.add(task := asyncio.create_task(run))
+            task.add_done_callback(partial(_ended, pool))
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for watch in pods:
+            await watch.aclose()
 
 
 def _show(pool: InstancePool, metrics: Metrics, config: RouterConfig) -> None:
@@ -125,7 +138,7 @@ def _pod_watch(config: RouterConfig, pool: InstancePool) -> list[PodWatch]:
     """One, or none. Raises MissingExtraError without the client of Kubernetes, which other routers do without."""
     if config.pods is None:
         return []
-    from kvferry.router.fleet.pod_watch import PodWatch
+    from kvferry.router.discovery.pod_watch import PodWatch
 
     return [PodWatch(config.pods, Section(pool, Origin.KUBERNETES))]
 

@@ -21,9 +21,9 @@ from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.posting import Posting, connected
 from kvferry.transport.registered_memory import Regions, Registry
+from kvferry.transport.tcp.client import PeerClient
 from kvferry.transport.tcp.connection import CHUNK_BYTES, KEY_BYTES
 from kvferry.transport.tcp.lane import PeerAddress, Transfer
-from kvferry.transport.tcp.lanes import Lanes
 from kvferry.transport.tcp.server import Server
 
 
@@ -59,9 +59,9 @@ class TcpTransport:
         self._host = advertised_host or self._server.address[0]
         self._numbers = count(1)
         self._ended: SimpleQueue[Completion] = SimpleQueue()
-        self._peers: dict[str, tuple[Lanes, Regions]] = {}
-        self._stopped: list[Lanes] = []
-        self._open: dict[Ticket, Lanes] = {}
+        self._peers: dict[str, tuple[PeerClient, Regions]] = {}
+        self._stopped: list[PeerClient] = []
+        self._open: dict[Ticket, PeerClient] = {}
 
     @property
     def num_rejected(self) -> int:
@@ -91,8 +91,8 @@ class TcpTransport:
         self.disconnect(peer)
         known = decode(peer, descriptor, _DECODER)
         address = PeerAddress(known.host, known.port, known.key)
-        lanes = Lanes(address, self._ended, self._stall_timeout_s)
-        self._peers[peer] = (lanes, Regions.of(known.regions))
+        client = PeerClient(address, self._ended, self._stall_timeout_s)
+        self._peers[peer] = (client, Regions.of(known.regions))
 
     def carriers(self, peer: str) -> tuple[str, ...]:
         return (self.name,)
@@ -100,23 +100,23 @@ class TcpTransport:
     def disconnect(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
         if known is not None:
-            lanes, _ = known
-            lanes.stop(f"peer {peer!r} was disconnected")
-            self._stopped = [old for old in self._stopped if not old.is_over] + [lanes]
+            client, _ = known
+            client.stop(f"peer {peer!r} was disconnected")
+            self._stopped = [old for old in self._stopped if not old.is_over] + [client]
 
     def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
         """Raises TransportError when the peer is not connected, a row leaves registered memory, or no thread can be
         started."""
-        lanes, regions = connected(self._peers, peer)
+        client, regions = connected(self._peers, peer)
         local, remote, length = Posting(peer, self._registry.regions, regions, copies, direction).columns(CHUNK_BYTES)
         located = self._registry.regions.located(local, length, f"this process ({direction})")
         ticket = Ticket(next(self._numbers))
         try:
-            lanes.submit(Transfer(ticket, direction, located, remote, length.astype(np.int64)))
+            client.submit(Transfer(ticket, direction, located, remote, length.astype(np.int64)))
         except RuntimeError as error:
             hint = "the limit is ulimit -u, or pids.max of a container"
             raise TransportError("no thread can be started for tcp", found=str(error), hint=hint) from error
-        self._open[ticket] = lanes
+        self._open[ticket] = client
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -135,7 +135,7 @@ class TcpTransport:
         for peer in list(self._peers):
             self.disconnect(peer)
         self._server.close(self._stall_timeout_s + 1)
-        for lanes in self._stopped:
-            lanes.join(self._stall_timeout_s + 1)
+        for client in self._stopped:
+            client.join(self._stall_timeout_s + 1)
         self._stopped.clear()
         self._registry.clear()

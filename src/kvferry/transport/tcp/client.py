@@ -42,7 +42,7 @@ class _Open:
     is_cancelled: bool = False
 
 
-class Lanes:
+class PeerClient:
     """Makes the transfers of one peer and puts their completions into `ended`. The first lane opens its connection at
     the first transfer and keeps it. The others open theirs once that one is there and there is more to do than it does,
     and keep none without work.
@@ -93,13 +93,13 @@ class Lanes:
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the threads of stopped lanes, for each of them that long."""
+        """Wait for the threads of a stopped client, for each of them that long."""
         for thread in list(self._threads.values()):
             thread.join(timeout_s)
 
     @property
     def is_over(self) -> bool:
-        """Whether no thread works, and so all tickets of stopped lanes have ended."""
+        """Whether no thread works, and so all tickets of a stopped client have ended."""
         return not self._working
 
     def _start(self, num_lanes: int) -> None:
@@ -133,8 +133,8 @@ class Lanes:
                     self._end_waiting(self._stopped or reason)
 
     def _next(self, lane: Lane) -> Transfer | None:
-        """What is to be moved. None, and the thread is to end, when there has been nothing for a while, or the lanes
-        are stopped."""
+        """What is to be moved. None, and the thread is to end, when there has been nothing for a while, or the
+        client is stopped."""
         with self._changed:
             self._working[lane] = False
             self._changed.wait_for(lambda: self._waiting or self._stopped, KEEP_THREAD_S)

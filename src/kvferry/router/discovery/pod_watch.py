@@ -18,8 +18,8 @@ from kvferry.errors import ConfigurationError
 from kvferry.extras import missing_extra
 from kvferry.http.client_errors import client_error_text
 from kvferry.router.config import PodSelection
-from kvferry.router.fleet.discovery import Section
-from kvferry.router.fleet.pods import Bookmark, Event, KnownPods, PodList, Status, decode, pods_of
+from kvferry.router.discovery.pods import Bookmark, Event, KnownPods, PodList, Status, decode, pods_of
+from kvferry.router.discovery.section import Section
 
 try:
     from kubernetes.aio import client

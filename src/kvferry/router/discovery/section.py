@@ -1,0 +1,28 @@
+"""What one list says of the pool of instances: a file, or the pods of a cluster."""
+
+from __future__ import annotations
+
+from kvferry.router.fleet.instance import Origin
+from kvferry.router.fleet.instance_pool import InstancePool
+from kvferry.router.policy.records import Instance
+
+
+class Section:
+    """Instances that the list does not name any more are taken out of the pool again."""
+
+    def __init__(self, pool: InstancePool, origin: Origin) -> None:
+        self._pool = pool
+        self._origin = origin
+        self._listed: frozenset[Instance] = frozenset()
+
+    def set(self, now: frozenset[Instance]) -> None:
+        """These are there, and no others of this list."""
+        for instance in self._listed - now:
+            self._pool.remove(instance, self._origin)
+        self._listed = now
+        self.renew()
+
+    def renew(self) -> None:
+        """Take in what is listed and not there: it may have come in another way before, and left."""
+        for instance in sorted(self._listed, key=lambda one: (one.role, one.url)):
+            self._pool.add(instance, self._origin)
