@@ -60,6 +60,16 @@ async def test_a_prefill_that_is_gone_is_refused_tried_elsewhere_and_marked_down
         assert await c.metric(f'{RETRIES}{{reason="refused",role="prefill"}}') == 1
 
 
+async def test_a_request_that_meets_several_engines_that_have_just_died_is_answered():
+    prefill, decode = ([make(f"{i}") for i in range(4)] for make in (prefill_engine, decode_engine))
+    async with cluster(prefill, decode) as c:
+        for engine in (*prefill[:3], *decode[:3]):
+            await engine.stop()
+        responses = await asyncio.gather(*(c.complete() for _ in range(4)))
+        assert [one.status for one in responses] == [200] * 4
+        assert {one.headers["x-kvferry-path"] for one in responses} == {"disaggregated"}
+
+
 async def test_two_failed_prefills_fall_back_to_decode_alone():
     prefill = [prefill_engine(name, failing(503, "down")) for name in ("p0", "p1", "p2")]
     async with cluster(prefill, [decode_engine()]) as c:

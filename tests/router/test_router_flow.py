@@ -21,6 +21,7 @@ from kvferry.router.commands import (
     Send,
 )
 from kvferry.router.events import TOO_LATE, Answered, Began, ClientGone, Ended, Failed, Opened, Path, Picked
+from kvferry.router.flow.attempts import MAX_GONE
 from kvferry.router.flow.engine_response import lost_cache
 from kvferry.router.flow.state_machine import TRANSITIONS, Flow, State
 from kvferry.router.policy.records import Instance, NoInstance, Overloaded, Role, SkipPrefill
@@ -177,6 +178,28 @@ def test_a_failed_prefill_with_no_other_instance_falls_back_without_a_retry():
         *to_prefilling(),
         (Failed("refused", ""), [failed(Role.PREFILL, "refused"), pick(Role.PREFILL, P0)]),
         (NoInstance(), [fallback("prefill_failed"), Send(D0, RAW)]),
+    )
+
+
+@pytest.mark.parametrize("reason", ["refused", "unreachable", "connect_timeout"])
+def test_instances_at_which_nobody_is_do_not_use_up_the_second_try(reason):
+    """A rack is gone at once. But somebody must be found in the end, or the client be told."""
+    flow, gone = new_flow(), Failed(reason, "")
+    lost = [Instance(f"http://lost{i}", Role.PREFILL) for i in range(MAX_GONE)]
+    play(flow, *to_prefilling(lost[0]))
+    for number in range(1, MAX_GONE):
+        play(
+            flow,
+            (gone, [failed(Role.PREFILL, reason), pick(Role.PREFILL, *lost[:number])]),
+            (Picked(lost[number]), [retry(Role.PREFILL, reason), Send(lost[number], PREFILL_BODY)]),
+        )
+    play(
+        flow,
+        (gone, [failed(Role.PREFILL, reason), pick(Role.PREFILL, *lost)]),
+        (Picked(P0), [retry(Role.PREFILL, reason), Send(P0, PREFILL_BODY)]),
+        (RESET, [failed(Role.PREFILL, "reset"), pick(Role.PREFILL, *lost, P0)]),
+        (Picked(P1), [retry(Role.PREFILL, "reset"), Send(P1, PREFILL_BODY)]),
+        (gone, [failed(Role.PREFILL, reason), fallback("prefill_failed"), Send(D0, RAW)]),
     )
 
 

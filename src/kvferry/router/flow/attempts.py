@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Final
+
 from kvferry.router.commands import Command, Count, Counted
 from kvferry.router.policy.records import Instance, Role
+from kvferry.router.upstream.failures import GONE
+
+MAX_GONE: Final = 4
+"""So many instances of a role at which nobody is do not use up its second try: a rack is gone at once."""
 
 
 class Attempts:
@@ -13,6 +20,7 @@ class Attempts:
         self.failed: frozenset[Instance] = frozenset()
         self._suspected: frozenset[Instance] = frozenset()
         self._retried: set[Role] = set()
+        self._num_gone: Counter[Role] = Counter()
         # Why the next request of a role is a second try; taken out when that request is sent.
         self._second_try: dict[Role, str] = {}
 
@@ -31,11 +39,17 @@ class Attempts:
         return bool(suspects)
 
     def may_try_again(self, role: Role, reason: str, culprit: Instance) -> bool:
-        """One more try of a role, per request; `reason` says why it is needed, and `culprit` has failed."""
+        """One more try of a role, per request; `reason` says why it is needed, and `culprit` has failed.
+
+        Where nobody was there, nothing was tried: no engine has done anything that another would do again.
+        """
         self.lose(culprit)
-        if role in self._retried:
+        if reason in GONE and self._num_gone[role] < MAX_GONE:
+            self._num_gone[role] += 1
+        elif role in self._retried:
             return False
-        self._retried.add(role)
+        else:
+            self._retried.add(role)
         self._second_try[role] = reason
         return True
 
