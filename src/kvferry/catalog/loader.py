@@ -53,24 +53,27 @@ def read(source: str | Path, options: Options) -> Entry:
         return _of_shipped(source, shipped, options)
     path = Path(source)
     try:
-        if source and path.is_dir():
-            path = path / "config.json"
-            if not path.is_file():
-                raise ConfigurationError(
-                    "the folder has no config.json", found=str(source), expected="the folder of a model"
-                )
-        elif not path.is_file():
-            if isinstance(source, str) and source.lower() in _WITHOUT_OWNER:
-                return _of_shipped(source, _WITHOUT_OWNER[source.lower()], options)
-            raise _unknown(str(source))
-        with path.open("rb") as opened:
-            content = opened.read(_MAX_FILE_BYTES + 1)
+        if not path.exists() and isinstance(source, str) and source.lower() in _WITHOUT_OWNER:
+            return _of_shipped(source, _WITHOUT_OWNER[source.lower()], options)
+        path, content = _content_of(path, str(source))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{source}: cannot be read", found=os_error_text(error), expected="a config.json"
         ) from error
     config = _decoded(str(path), content)
     return of_config(config, str(path), options, class_values(config))
+
+
+def _content_of(path: Path, source: str) -> tuple[Path, bytes]:
+    """The file that is meant, and its beginning. Raises ConfigurationError where there is none, and OSError."""
+    if source and path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ConfigurationError("the folder has no config.json", found=source, expected="the folder of a model")
+    if not path.is_file():
+        raise _unknown(source)
+    with path.open("rb") as opened:
+        return path, opened.read(_MAX_FILE_BYTES + 1)
 
 
 def _of_shipped(source: str, name: str, options: Options) -> Entry:
