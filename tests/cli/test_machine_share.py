@@ -32,6 +32,9 @@ def test_each_engine_has_devices_of_its_own(engine):
     [
         ("--tensor-parallel-size", "2"),
         ("--tensor-parallel-size=2", "--seed", "3"),
+        ("--tensor_parallel_size", "2"),
+        ("-tp=4", "-tp=2"),
+        ("-pcp", "2"),
         ("-tp", "2"),
         ("--tp", "2"),
         ("--pipeline-parallel-size", "2"),
@@ -48,12 +51,16 @@ def test_only_devices_that_this_process_may_use_are_given_away():
 
 
 @pytest.mark.parametrize(
-    ("kind", "variable"),
-    [("cuda", "CUDA_VISIBLE_DEVICES"), ("rocm", "HIP_VISIBLE_DEVICES"), ("xpu", "ZE_AFFINITY_MASK")],
+    ("kind", "variables"),
+    [
+        ("cuda", ("CUDA_VISIBLE_DEVICES",)),
+        ("rocm", ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+        ("xpu", ("ZE_AFFINITY_MASK",)),
+    ],
 )
-def test_each_kind_of_device_has_its_variable(kind, variable):
+def test_each_kind_of_device_has_its_variables(kind, variables):
     (share,) = shares(Machine(kind, ("0",)), "vllm", 1, (), is_limited=False)
-    assert share == Share({variable: "0"}, words=f"uses {kind} device 0")
+    assert share == Share(dict.fromkeys(variables, "0"), words=f"uses {kind} device 0")
 
 
 def test_two_servers_on_one_device_are_refused_before_the_second_finds_no_memory():
@@ -89,30 +96,64 @@ def test_without_devices_servers_of_vllm_divide_the_memory_that_is_free():
     assert part(Machine(), 2, "--kv-cache-memory-bytes", "9") == ()
     assert shares(Machine(), "vllm", 2, (), is_limited=True) == (Share(), Share())
     assert shares(Machine(), "sglang", 2, (), is_limited=False) == (Share(), Share())
-    assert shares(Machine(), "vllm", 1, (), False)[0].words == "takes at most 80% of this host's memory"
+    assert shares(Machine(), "vllm", 1, (), False)[0].words == "takes at most 80% of the memory"
+
+
+def test_whoever_chooses_devices_or_has_options_in_a_file_is_left_alone():
+    for words in (("--config", "f.yaml"), ("--config=f.yaml",), ("--device", "cpu"), ("--base-gpu-id", "1")):
+        assert shares(Machine("cuda", ("0",)), "sglang", 2, words, is_limited=False) == (Share(), Share())
+        assert shares(Machine(), "vllm", 2, words, is_limited=False) == (Share(), Share())
+
+
+def test_a_machine_that_is_full_is_told_before_an_engine_starts():
+    with pytest.raises(ConfigurationError, match="found: 2% of it is free, for 2 engines of 1 workers"):
+        shares(Machine(free_memory=0.02), "vllm", 2, (), is_limited=False)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_hint_is_of_the_engine(engine):
+    with pytest.raises(ConfigurationError) as caught:
+        visible(Machine("cuda", ("0",)), 2, engine=engine)
+    assert ("--mem-fraction-static" in caught.value.hint) is (engine == "sglang")
+
+
+MEMORY = "MemTotal:       1000 kB\nMemFree:  9 kB\nMemAvailable:    250 kB\nHugePages_Total:       0\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("text", "limit", "used", "part"),
     [
-        ("MemTotal:       1000 kB\nMemFree:  9 kB\nMemAvailable:    250 kB\nHugePages_Total:       0\n", 0.25),
-        ("MemTotal: 1000 kB\n", 1.0),
-        ("MemTotal:\n\n", 1.0),
-        ("", 1.0),
+        (MEMORY, "", "", 0.25),
+        (MEMORY, "max", "512000", 0.25),
+        (MEMORY, str(2000 << 10), "1024", 0.25),
+        # A container of 500 kB, of which 100 are taken; there are no more on the host.
+        (MEMORY, str(500 << 10), str(100 << 10), 0.5),
+        (MEMORY, str(500 << 10), str(400 << 10), 0.2),
+        (MEMORY, str(500 << 10), str(600 << 10), 0.0),
+        ("MemTotal:\n\n", "", "", 1.0),
+        ("", "", "", 1.0),
     ],
 )
-def test_the_part_of_the_memory_that_is_free(text, part):
-    assert free_memory(text) == part
+def test_the_part_of_the_memory_that_is_free(tmp_path, text, limit, used, part):
+    for name, content in {
+        "proc/meminfo": text,
+        "sys/fs/cgroup/memory.max": limit,
+        "sys/fs/cgroup/memory.current": used,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert free_memory(tmp_path) == part
 
 
 @pytest.mark.parametrize(
     ("variables", "version", "kind", "devices"),
     [
         ({}, None, "cuda", ("0", "1")),
-        ({"CUDA_VISIBLE_DEVICES": "3,5"}, None, "cuda", ("3", "5")),
-        # Torch knows of fewer: one of these is not there.
-        ({"CUDA_VISIBLE_DEVICES": "3,5,9"}, None, "cuda", ("0", "1")),
-        ({"CUDA_VISIBLE_DEVICES": "3,5"}, "7.0", "rocm", ("0", "1")),
+        ({"CUDA_VISIBLE_DEVICES": "3, 5"}, None, "cuda", ("3", "5")),
+        # The third is not there, and ends the list.
+        ({"CUDA_VISIBLE_DEVICES": "3,5,9"}, None, "cuda", ("3", "5")),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,MIG-c"}, None, "cuda", ("MIG-a", "MIG-b", "MIG-c")),
+        ({"CUDA_VISIBLE_DEVICES": "3,5"}, "7.0", "rocm", ("3", "5")),
         ({"HIP_VISIBLE_DEVICES": "2,1"}, "7.0", "rocm", ("2", "1")),
     ],
 )
@@ -125,12 +166,12 @@ def test_the_devices_of_this_machine_are_those_that_torch_reaches(monkeypatch, v
     assert machine_here(variables) == Machine(kind, devices)
 
 
-def test_a_machine_without_devices_says_what_memory_is_free(monkeypatch, tmp_path):
+def test_a_machine_without_devices_says_what_memory_is_free(monkeypatch):
     accelerator = SimpleNamespace(current_accelerator=lambda check_available: None)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(accelerator=accelerator))
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 8 kB\nMemAvailable: 6 kB\n")
-    assert machine_here({}, meminfo) == Machine(free_memory=0.75)
+    found = machine_here({})
+    assert (found.kind, found.devices) == ("cpu", ())
+    assert 0 < found.free_memory < 1
 
 
 def test_each_engine_is_started_with_its_share(monkeypatch):

@@ -203,6 +203,17 @@ def test_instances_at_which_nobody_is_do_not_use_up_the_second_try(reason):
     )
 
 
+def test_an_engine_that_calls_another_one_unreachable_uses_up_the_second_try():
+    """It has waited for that, and P has computed."""
+    flow, unreachable = new_flow(), Answered(503, b'{"error": {"code": "unreachable"}}')
+    play(flow, *to_prefilling(), (PREFILLED, [Send(D0, DIVIDED)]))
+    assert pick(Role.DECODE, P0) in flow.handle(unreachable)
+    play(flow, (Picked(D1), [retry(Role.DECODE, "unreachable"), pick(Role.PREFILL, P0)]))
+    play(flow, (Picked(P1), [Send(P1, PREFILL_BODY)]), (PREFILLED, [Send(D1, DIVIDED)]))
+    assert flow.handle(unreachable)[-1] == Forward()
+    assert flow.state is State.DONE
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_after_a_4xx_of_prefill_decode_has_the_word(status):
     flow = new_flow()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.errors import ConfigurationError
+from kvferry.transport.machine.hardware import ROOT, content
 
 # Where users say themselves how much memory a server may take.
 MEMORY_OPTIONS: Final = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--mem-fraction-static")
@@ -21,10 +22,21 @@ MEMORY_VARIABLE: Final = "VLLM_CPU_KVCACHE_SPACE"
 PARALLEL_OPTIONS: Final = (
     ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
     ("--pipeline-parallel-size", "-pp", "--pp-size"),
+    ("--prefill-context-parallel-size", "-pcp"),
     ("--data-parallel-size", "-dp", "--dp-size", "--dp"),
 )
-VARIABLES: Final = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-"""What says to a process which devices it may use."""
+# Whoever writes these has chosen devices, or has options where they are not seen.
+OWN_CHOICE: Final = ("--config", "--device", "--base-gpu-id")
+VARIABLES: Final = {
+    "cuda": ("CUDA_VISIBLE_DEVICES",),
+    "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK",),
+}
+"""What says to a process which devices it may use; where there are two, both must say the same."""
+HINTS: Final = {
+    "vllm": "-- --gpu-memory-utilization 0.4 --kv-cache-memory-bytes 1073741824",
+    "sglang": "-- --mem-fraction-static 0.4",
+}
 # What is left to whatever else runs here, and to the moment when weights are read.
 USED_MEMORY: Final = 0.8
 
@@ -51,73 +63,98 @@ class Machine:
 def shares(
     machine: Machine, engine: str, num_engines: int, arguments: Sequence[str], is_limited: bool
 ) -> tuple[Share, ...]:
-    """One for each engine, whose own options are `arguments`. `is_limited`: a variable says how much memory they take.
+    """One for each engine, whose own options are `arguments`. `is_limited`: a variable says how much of the host's
+    memory they take. Whoever chooses devices is left alone.
 
     Raises ConfigurationError when there are not devices enough, and nothing says how to share one.
     """
-    num_each = _devices_of(arguments)
-    is_limited = is_limited or any(word.partition("=")[0] in MEMORY_OPTIONS for word in arguments)
-    if machine.devices:
-        return _of_devices(machine, engine, num_engines, num_each, is_limited)
-    if engine != "vllm" or is_limited:
+    options = _options(arguments)
+    if options.keys() & set(OWN_CHOICE):
         return (Share(),) * num_engines
-    # vLLM's name for the part of the host's memory that one worker takes.
-    part = f"{int(100 * USED_MEMORY * machine.free_memory / (num_engines * num_each)) / 100:.2f}"
-    words = f"takes at most {float(part):.0%} of this host's memory"
-    return (Share(arguments=("--gpu-memory-utilization", part), words=words),) * num_engines
+    num_each, is_said = _devices_of(options), bool(options.keys() & set(MEMORY_OPTIONS))
+    if machine.devices:
+        return _of_devices(machine, engine, num_engines, num_each, is_said)
+    if engine != "vllm" or is_said or is_limited:
+        return (Share(),) * num_engines
+    # vLLM's name for the part of the host's memory, or of the container's, that one worker takes.
+    part = int(100 * USED_MEMORY * machine.free_memory / (num_engines * num_each)) / 100
+    if not part:
+        raise ConfigurationError(
+            "there is too little memory for so many engines",
+            found=f"{machine.free_memory:.0%} of it is free, for {num_engines} engines of {num_each} workers",
+            hint="start fewer, or say what each takes: -- --kv-cache-memory-bytes 1073741824",
+        )
+    found = Share(
+        arguments=("--gpu-memory-utilization", f"{part:.2f}"), words=f"takes at most {part:.0%} of the memory"
+    )
+    return (found,) * num_engines
 
 
-def free_memory(meminfo: str) -> float:
-    """The part of the host's memory that is available, of the text in /proc/meminfo; 1 where it does not say."""
-    lines = [line.split() for line in meminfo.splitlines()]
-    sizes = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+def free_memory(root: Path = ROOT) -> float:
+    """The part of this host's memory, or of its container's, that is free; 1 where the system does not say. `root` is
+    for tests."""
+    lines = [line.split() for line in content(root / "proc/meminfo").splitlines()]
+    sizes = {words[0]: int(words[1]) << 10 for words in lines if len(words) > 1 and words[1].isdecimal()}
     total, available = sizes.get("MemTotal:", 0), sizes.get("MemAvailable:", 0)
-    return available / total if total and available else 1.0
+    limit, used = (content(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory.current"))
+    if limit.isdecimal() and used.isdecimal() and 0 < int(limit) < total:
+        total, available = int(limit), min(available, max(0, int(limit) - int(used)))
+    return available / total if total else 1.0
 
 
-def machine_here(variables: Mapping[str, str], meminfo: Path = Path("/proc/meminfo")) -> Machine:
+def machine_here(variables: Mapping[str, str]) -> Machine:
     """As the installed torch reaches it, which is that of the engines."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
-        return Machine(free_memory=free_memory(meminfo.read_text(encoding="ascii")))
+        return Machine(free_memory=free_memory())
     kind = "rocm" if found.type == "cuda" and torch.version.hip else found.type
-    numbers = tuple(map(str, range(torch.accelerator.device_count())))
-    named = tuple(filter(None, variables.get(VARIABLES.get(kind, ""), "").split(",")))
-    return Machine(kind, named if len(named) == len(numbers) else numbers)
+    count = torch.accelerator.device_count()
+    value = next(filter(None, (variables.get(name) for name in VARIABLES.get(kind, ()))), "")
+    named = tuple(filter(None, map(str.strip, value.split(","))))
+    # A process sees the devices before the first that is not there. Of parts of devices (MIG) it sees one.
+    if named and all(name.startswith("MIG-") for name in named):
+        return Machine(kind, named)
+    return Machine(kind, named[:count] or tuple(map(str, range(count))))
 
 
 def _of_devices(machine: Machine, engine: str, num_engines: int, num_each: int, is_limited: bool) -> tuple[Share, ...]:
-    num_devices, variable = len(machine.devices), VARIABLES.get(machine.kind)
+    num_devices, variables = len(machine.devices), VARIABLES.get(machine.kind, ())
     is_enough = num_engines * num_each <= num_devices
     if not is_enough and not is_limited and engine != "transformers":
         raise ConfigurationError(
             "the engines need a device each",
             found=f"{machine.kind} devices: {num_devices}, for {num_engines} engines that take {num_each} each",
             expected=f"{num_engines * num_each} devices, or how much memory of one each engine may take",
-            hint="-- --gpu-memory-utilization 0.4 --kv-cache-memory-bytes 1073741824",
+            hint=HINTS[engine],
         )
-    if variable is None or num_each > num_devices:
+    if not variables or num_each > num_devices:
         return (Share(),) * num_engines
     found = []
     for number in range(num_engines):
         first = number * num_each if is_enough else number * num_each % (num_devices - num_each + 1)
         own = ",".join(machine.devices[first : first + num_each])
-        found.append(Share({variable: own}, words=f"uses {machine.kind} device {own}"))
+        found.append(Share(dict.fromkeys(variables, own), words=f"uses {machine.kind} device {own}"))
     return tuple(found)
 
 
-def _devices_of(arguments: Sequence[str]) -> int:
-    """How many devices one server takes, as its options say."""
+def _devices_of(options: Mapping[str, str]) -> int:
+    """How many devices one server takes."""
     number = 1
     for names in PARALLEL_OPTIONS:
-        if names[0].startswith("--data") and "--enable-dp-attention" in arguments:
+        if "--data-parallel-size" in names and "--enable-dp-attention" in options:
             continue
-        number *= max(map(int, filter(str.isdecimal, _values(names, arguments))), default=1)
+        values = [int(options[name]) for name in names if options.get(name, "").isdecimal()]
+        number *= max(values, default=1)
     return max(1, number)
 
 
-def _values(names: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    joined = [word.partition("=")[2] for word in arguments if word.partition("=")[0] in names]
-    return joined + [value for word, value in pairwise(arguments) if word in names]
+def _options(arguments: Sequence[str]) -> dict[str, str]:
+    """By name, with dashes as vLLM writes them, the last of each; a value follows, or stands behind an equals sign."""
+    found = dict[str, str]()
+    for word, following in pairwise((*arguments, "")):
+        name, joined, value = word.partition("=")
+        if name.startswith("-"):
+            found[name.replace("_", "-")] = value if joined else following
+    return found

@@ -10,7 +10,7 @@ from kvferry.router.policy.records import Instance, Role
 from kvferry.router.upstream.failures import GONE
 
 MAX_GONE: Final = 4
-"""So many instances of a role at which nobody is do not use up its second try: a rack is gone at once."""
+"""So many instances of a role that cannot be reached do not use up its second try: a rack is gone at once."""
 
 
 class Attempts:
@@ -41,10 +41,11 @@ class Attempts:
     def may_try_again(self, role: Role, reason: str, culprit: Instance) -> bool:
         """One more try of a role, per request; `reason` says why it is needed, and `culprit` has failed.
 
-        Where nobody was there, nothing was tried: no engine has done anything that another would do again.
+        Where nobody was there, nothing was tried: the instance has done nothing that another would do again. What a
+        decode instance says of a prefill instance, by whatever word, is no such failure.
         """
         self.lose(culprit)
-        if reason in GONE and self._num_gone[role] < MAX_GONE:
+        if culprit.role is role and reason in GONE and self._num_gone[role] < MAX_GONE:
             self._num_gone[role] += 1
         elif role in self._retried:
             return False
