@@ -21,7 +21,7 @@ from kvferry.router.fleet.probe_schedule import AT_ONCE, ProbeSchedule
 from kvferry.router.fleet.sglang_info import OWNER, sglang_info
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.lenient_json import decoded
-from kvferry.router.upstream.failures import CONNECT_TIMEOUT, DEADLINE, FAILURES, REFUSED, reason_of
+from kvferry.router.upstream.failures import CONNECT_TIMEOUT, DEADLINE, EXHAUSTED, FAILURES, REFUSED, reason_of
 from kvferry.router.upstream.http_client import HttpClient, HttpRequest
 
 logger = logging.getLogger(__name__)
@@ -156,6 +156,9 @@ class Prober:
                     self._pool.introduce(instance, await self._ask_info(instance))
         except FAILURES as error:
             reason = reason_of(error, DEADLINE)
+            if reason == EXHAUSTED:
+                logger.warning("no instance can be probed: %s", error)
+                return
             result = ProbeResult.SILENT if reason in SLOW else ProbeResult.DOWN
             self._pool.probed(instance, result, f"its probe failed ({reason})")
             # Where nobody listens any more, its system has ended the connections that nobody holds; others may go on.

@@ -24,12 +24,12 @@ from kvferry.router.flow.engine_response import known_reason, lost_cache
 from kvferry.router.policy.records import Instance, Pair, RequestCost, Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.request.request_kind import RequestKind
-from kvferry.router.upstream.failures import DEADLINE, GONE
+from kvferry.router.upstream.failures import DEADLINE, EXHAUSTED, GONE
 from kvferry.wire.messages import Reason
 
 # The probe finds out about these at once, and finds the instance again at once when it is back; or the client had no
 # more time; or it was another instance's fault.
-BLAMELESS = GONE | {INSTANCE_DOWN, TOO_LATE, PREFILL_LOST, PREFILL_REFUSED}
+BLAMELESS = GONE | {EXHAUSTED, INSTANCE_DOWN, TOO_LATE, PREFILL_LOST, PREFILL_REFUSED}
 # These lie in the request: with any other pair of engines it would be the same.
 OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *DecodeOnlyReason))
 CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"

@@ -12,12 +12,16 @@ from kvferry.router.events import INSTANCE_DOWN, NOT_WANTED, PREFILL_LOST, PREFI
 REFUSED, UNREACHABLE, CONNECT_TIMEOUT = "refused", "unreachable", "connect_timeout"
 RESET, MALFORMED = "reset", "malformed"
 DEADLINE, STALL = "deadline", "stall"
+EXHAUSTED = "exhausted"
 
 # The reasons that say that nobody is there. A connection that breaks may be the end of one request alone.
 GONE = frozenset((REFUSED, UNREACHABLE, CONNECT_TIMEOUT))
 
 # What a system says of hosts that do not answer it. Where a host answers and nobody listens, it refuses.
 SILENT = frozenset((errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT))
+
+# What the system says when this process can have no more descriptors or ports: of no instance does that say anything.
+OUT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
 
 # What a client is told. The error itself names hosts and ports of the inside, so it goes to the log.
 MESSAGES = {
@@ -28,6 +32,7 @@ MESSAGES = {
     MALFORMED: "it does not speak the protocol",
     DEADLINE: "it took too long",
     STALL: "it sent nothing for too long",
+    EXHAUSTED: "the router can open no more connections",
     INSTANCE_DOWN: "it does not answer any more",
     PREFILL_LOST: "the prompt was not computed",
     PREFILL_REFUSED: "the prefill instance refused the request",
@@ -42,6 +47,8 @@ FAILURES = (aiohttp.ClientError, OSError, PeerError)
 def reason_of(error: BaseException, timeout_reason: str) -> str:
     """The label of a failure; `timeout_reason` is the one of a time limit that was the caller's own."""
     match error:
+        case OSError(errno=number) if number in OUT_OF:
+            return EXHAUSTED
         case aiohttp.ServerTimeoutError():
             return CONNECT_TIMEOUT
         case aiohttp.ClientConnectorError():
