@@ -69,7 +69,7 @@ def test_shares_are_all_rows_in_their_order_and_none_is_much_longer(lengths: lis
     assert [row for share in shares for row in share.local.offset.tolist()] == list(range(len(lengths)))
     total = sum(lengths)
     assert len(shares) == max(1, min(NUM_LANES, total // client.MIN_SHARE_BYTES))
-    assert all(abs(share.num_bytes - total / len(shares)) <= 2 * max(lengths) for share in shares)
+    assert all(abs(int(share.length.sum()) - total / len(shares)) <= 2 * max(lengths) for share in shares)
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -49,10 +49,6 @@ class Transfer:
         for first in range(0, len(self.length), MAX_ROWS):
             yield self.subset(slice(first, first + MAX_ROWS))
 
-    @property
-    def num_bytes(self) -> int:
-        return int(self.length.sum())
-
     def subset(self, rows: slice) -> Transfer:
         """Only these rows."""
         return Transfer(self.ticket, self.direction, self.local.subset(rows), self.remote[rows], self.length[rows])
@@ -84,7 +80,8 @@ class Lane:
         if self._connection is not None and not self._connection.is_open:
             self.disconnect()
         if self._connection is None:
-            self._check_not_stopped()
+            if self._stopped:
+                raise ConnectionAbortedError(self._stopped)
             connection = open_connection((self._address.host, self._address.port), self._stall_timeout_s)
             with self._lock:
                 self._connection = connection
@@ -127,10 +124,6 @@ class Lane:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
-
-    def _check_not_stopped(self) -> None:
-        if self._stopped:
-            raise ConnectionAbortedError(self._stopped)
 
 
 def _receive(connection: Connection, part: Transfer, staging: View) -> None:
