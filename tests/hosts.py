@@ -152,7 +152,7 @@ def _address(device: str, address: str) -> tuple[str, ...]:
     return ("ip", "address", "add", f"{address}/{size}", "dev", device, *more)
 
 
-def _leave_home() -> tuple[int, subprocess.Popen]:
+def _leave_home() -> tuple[int, subprocess.Popen[bytes]]:
     """Go into new namespaces for good; the network, and the first process of the new host, which waits until its input
     is closed."""
     if LIBC.unshare(NAMESPACES):

@@ -20,28 +20,26 @@ from kvferry.errors import RequestError
 ANSWER = Answer("so it goes", (5, 6), 40, {"tokens_received": 40, "tokens_computed": 0}, "disaggregated")
 
 
-def started(monkeypatch, **changes) -> list[tuple[str, ...]]:
+def started(**changes) -> list[tuple[str, ...]]:
     """The command lines of the engines; none is started."""
     commands = []
 
-    class Child:
-        def __init__(self, name, arguments, log, port, variables):
-            commands.append(arguments)
-            if name.startswith("decode"):
-                raise InterruptedError
+    def start_child(name, arguments, log, port, variables):
+        commands.append(arguments)
+        if name.startswith("decode"):
+            raise InterruptedError
 
-    monkeypatch.setattr(module, "Child", Child)
     options = FleetOptions(1, 1, ("--model", "m"), 16, 64, 0, 0, **changes)
     with pytest.raises(InterruptedError):
-        Fleet(options, Path("logs")).start()
+        Fleet(options, Path("logs"), start_child).start()
     return commands
 
 
-def test_each_server_of_sglang_has_its_role_and_its_page_size(monkeypatch):
-    prefill, decode = started(monkeypatch, has_roles=True)
+def test_each_server_of_sglang_has_its_role_and_its_page_size():
+    prefill, decode = started(has_roles=True)
     names = "serve", "--engine-id", "prefill-0", "--role", "prefill", "--block-tokens", "16", "--model", "m"
     assert (prefill, decode[3:7]) == (names, ("--role", "decode", "--block-tokens", "64"))
-    assert all("--role" not in command for command in started(monkeypatch))
+    assert all("--role" not in command for command in started())
 
 
 @pytest.mark.parametrize(("engine", "has_roles"), [("sglang", True), ("vllm", False), ("transformers", False)])

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.cli.up import fleet as module
 from kvferry.cli.up import job
 from kvferry.cli.up.command import PlaceOptions, UpOptions
 from kvferry.cli.up.fleet import Fleet, FleetOptions
@@ -174,16 +173,14 @@ def test_a_machine_without_devices_says_what_memory_is_free(monkeypatch):
     assert 0 < found.free_memory < 1
 
 
-def test_each_engine_is_started_with_its_share(monkeypatch):
+def test_each_engine_is_started_with_its_share():
     started = {}
 
-    class Child:
-        def __init__(self, name, arguments, log, port, variables):
-            started[name] = (arguments, variables)
-            if name == "decode-0":
-                raise InterruptedError
+    def start_child(name, arguments, log, port, variables):
+        started[name] = (arguments, variables)
+        if name == "decode-0":
+            raise InterruptedError
 
-    monkeypatch.setattr(module, "Child", Child)
     own = (
         Share({"A": "0"}),
         Share({"A": "1"}),
@@ -191,7 +188,7 @@ def test_each_engine_is_started_with_its_share(monkeypatch):
     )
     options = FleetOptions(2, 1, ("--model", "m"), 0, 0, 0, 0, passed=("--seed", "1"), shares=own)
     with pytest.raises(InterruptedError):
-        Fleet(options, Path("logs")).start()
+        Fleet(options, Path("logs"), start_child).start()
     assert [variables for _, variables in started.values()] == [{"A": "0"}, {"A": "1"}, {}]
     assert started["prefill-1"][0][-3:] == ("--", "--seed", "1")
     # The user's own words come last, and win.

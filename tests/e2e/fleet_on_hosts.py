@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 from hosts import Network
@@ -21,7 +22,7 @@ class FleetOnHosts(Fleet):
     """Started, read and ended like any other."""
 
     def __init__(self, options: FleetOptions, logs: Path) -> None:
-        super().__init__(options, logs)
+        super().__init__(options, logs, self._child_on_its_host)
         engines = [f"prefill-{number}" for number in range(options.num_prefill)]
         engines += [f"decode-{number}" for number in range(options.num_decode)]
         self._token = logs / "token"
@@ -35,11 +36,13 @@ class FleetOnHosts(Fleet):
         super().__exit__(*exception)
         self._network.close()
 
-    def _child(self, name: str, arguments: tuple[str, ...], port: int) -> Child:
+    def _child_on_its_host(
+        self, name: str, arguments: tuple[str, ...], log: Path, port: int, variables: Mapping[str, str] | None
+    ) -> Child:
         host = self._network.hosts[name]
         if "--host" not in arguments:
             arguments = tuple("auto" if word in INSIDE else word for word in arguments)
             arguments += ("--host", host.address)
             if name != "router":
                 arguments += ("--transfer-host", host.address, "--token-file", str(self._token))
-        return host.do(lambda: Child(name, arguments, self._logs / f"{name}.log", port))
+        return host.do(lambda: Child(name, arguments, log, port, variables))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from kvferry.cli import console
@@ -45,12 +46,21 @@ class FleetOptions:
     shares: tuple[Share, ...] = ()
 
 
+class StartChild(Protocol):
+    """What starts a child, as `Child` itself does here and something else elsewhere."""
+
+    def __call__(
+        self, name: str, arguments: tuple[str, ...], log: Path, port: int, variables: Mapping[str, str] | None
+    ) -> Child: ...
+
+
 class Fleet:
     """Starts everything, starts again what has died, and leaves nothing running."""
 
-    def __init__(self, options: FleetOptions, logs: Path) -> None:
+    def __init__(self, options: FleetOptions, logs: Path, start_child: StartChild = Child) -> None:
         self._options = options
         self._logs = logs
+        self._start_child = start_child
         self._children: list[Child] = []
         self._restarted_at: list[float] = []
         self._ports: dict[str, int] = {}
@@ -96,7 +106,8 @@ class Fleet:
             self._restarted_at = [*(at for at in self._restarted_at if now - at < RESTARTS_WITHIN_S), now]
             if len(self._restarted_at) > MAX_RESTARTS:
                 raise ConfigurationError("the engines keep exiting", hint=f"their output is in {self._logs}")
-            self._children[index] = child.again(self._ports[child.name])
+            port = self._ports[child.name]
+            self._children[index] = self._start_child(child.name, child.arguments, child.log, port, child.variables)
             self._await(self._children[index], time.monotonic() + self._options.ready_s)
 
     @property
@@ -127,17 +138,15 @@ class Fleet:
         arguments = ("serve", "--engine-id", name, *role, *sizes, *self._options.engine_arguments, *behind)
         if share.words:
             console.say(f"{name} {share.words}")
-        return self._child(name, arguments, 0, share.environment)
+        return self._start_child(name, arguments, self._log(name), 0, share.environment)
 
     def _router(self) -> Child:
         engines = [("--prefill", url) for url in self.prefill_urls] + [("--decode", url) for url in self.decode_urls]
         words = [word for pair in engines for word in pair]
-        return self._child("router", ("route", *words), self._options.port)
+        return self._start_child("router", ("route", *words), self._log("router"), self._options.port, None)
 
-    def _child(
-        self, name: str, arguments: tuple[str, ...], port: int, environment: Mapping[str, str] | None = None
-    ) -> Child:
-        return Child(name, arguments, self._logs / f"{name}.log", port, environment)
+    def _log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
 
 
 def sizes_of(block_tokens: int, cache_tokens: int) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class Child:
         port: int | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self.arguments, self.log, self._variables = name, arguments, log, variables
+        self.name, self.arguments, self.log, self.variables = name, arguments, log, variables
         subcommand, *others = arguments
         # Ours come first: what follows `--` belongs to the engine.
         ours = ("--json", "--as-child", *(("--port", str(port)) if port is not None else ()))
@@ -46,10 +46,6 @@ class Child:
                 stderr=stderr,
                 env={**all_variables(), **variables} if variables else None,
             )
-
-    def again(self, port: int) -> Child:
-        """Start the same once more, at this port."""
-        return Child(self.name, self.arguments, self.log, port, self._variables)
 
     @property
     def pid(self) -> int:
