@@ -23,13 +23,20 @@ class Counted(StrEnum):
 class Pick:
     """Choose a healthy instance of `role` outside `excluded`.
 
-    `alone`: a decode instance that computes the prompt itself, if there is one.
+    `alone`: a decode instance that computes the prompt itself, if there is one. `source`: a prefill instance that has
+    computed the prompt; only a decode instance that can take its cache will do.
     Answered by `Picked`, `NoInstance`, `SkipPrefill` (prefill only) or `Overloaded`.
     """
 
     role: Role
     excluded: frozenset[Instance]
     alone: bool = False
+    source: Instance | None = None
+
+    def partners(self, decode: Instance | None) -> tuple[Instance, ...]:
+        """Whom the chosen instance has to exchange a cache with; `decode` is the decode instance, once it is chosen."""
+        partner = decode if self.role is Role.PREFILL else self.source
+        return (partner,) if partner else ()
 
 
 @dataclass(frozen=True, slots=True)

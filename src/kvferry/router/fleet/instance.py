@@ -104,8 +104,8 @@ class InstanceState:
 
 @dataclass(frozen=True, slots=True)
 class InstanceRequest:
-    """`partners` is the decode instance that a prefill instance must be able to give its cache to. `alone` asks for a
-    decode instance that computes prompts itself, if there is one."""
+    """`partners` is the instance of the other role that the chosen one must be able to exchange a cache with. `alone`
+    asks for a decode instance that computes prompts itself, if there is one."""
 
     role: Role
     cost: RequestCost = NO_COST

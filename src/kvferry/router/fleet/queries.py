@@ -10,7 +10,7 @@ from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, differences
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState
 from kvferry.router.policy.prefix_affinity import PrefixIndex
-from kvferry.router.policy.records import Instance, Load, Pair, Role, RoutingQuery
+from kvferry.router.policy.records import Instance, Load, Pair, Role, RoutingQuery, pair_of
 
 Keep = Callable[[InstanceState], bool]
 
@@ -59,12 +59,17 @@ class Queries:
 
     def query(self, request: InstanceRequest, handover_s: float) -> RoutingQuery:
         """All that a policy is told."""
-        now, is_prefill = self._settings.clock(), request.role is Role.PREFILL
-        decode = self._partners(request) if is_prefill else self._decode(request, now)
+        now = self._settings.clock()
+        if request.role is Role.PREFILL:
+            prefill, decode = self._matching(Role.PREFILL, request, now), self._partners(request)
+        elif request.partners:
+            prefill, decode = self._partners(request), self._matching(Role.DECODE, request, now)
+        else:
+            prefill, decode = self._matching(Role.PREFILL, request, now), self._decode(request, now)
         return RoutingQuery(
             role=request.role,
             cost=request.cost,
-            prefill=self._prefill(request, now),
+            prefill=prefill,
             decode=decode,
             limits=self._settings.limits,
             handover_s=handover_s,
@@ -72,7 +77,7 @@ class Queries:
         )
 
     def _partners(self, request: InstanceRequest) -> tuple[Load, ...]:
-        """The decode instance that was chosen before, if it has not left meanwhile."""
+        """The instance that was chosen before, if it has not left meanwhile."""
         states = [self._states[one] for one in request.partners if one in self._states and one not in request.excluded]
         return tuple(self._load(state, request) for state in states)
 
@@ -80,20 +85,21 @@ class Queries:
         """Whether a policy is told of some of those that might be chosen, and of others if it is asked again."""
         return self._candidates.group(Wanted(request.role)).is_large
 
-    def _prefill(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
+    def _matching(self, role: Role, request: InstanceRequest, now: float) -> tuple[Load, ...]:
+        """Those of a role that can work with the request's partners; all of it where there are none."""
         partners = request.partners
         kinds = [self._kind(one) for one in partners]
         partner = kinds[0] if kinds else None
 
         def keep(state: InstanceState) -> bool:
-            pairs = ((state.instance, one) for one in partners)
+            pairs = (pair_of(state.instance, one) for one in partners)
             return state.instance not in request.excluded and all(self._pairs.may_begin(pair, now) for pair in pairs)
 
-        group = self._candidates.group(Wanted(Role.PREFILL, request.cost.model, partner))
+        group = self._candidates.group(Wanted(role, request.cost.model, partner))
         found = self._some(group, request, keep, now)
         # Who is to answer refuses a model that it does not have better than we could.
         if not found and not all(kind.computes_prompts for kind in kinds):
-            group = self._candidates.group(Wanted(Role.PREFILL, None, partner))
+            group = self._candidates.group(Wanted(role, None, partner))
             found = self._some(group, request, keep, now)
         return self._loads(found, group, request)
 

@@ -86,7 +86,7 @@ class Dispatcher:
                 return SkipPrefill(PREFILL_FAILS)
         self._release(command.role)
         decode = self._reserved.get(Role.DECODE)
-        partners = (decode.instance,) if command.role is Role.PREFILL and decode else ()
+        partners = command.partners(decode.instance if decode else None)
         asked = InstanceRequest(command.role, self._call.cost, command.excluded, partners, command.alone)
         found = self._services.pool.reserve(asked)
         if isinstance(found, Reservation):
@@ -203,7 +203,7 @@ class Dispatcher:
     def _picked(self, instance: Instance, partners: tuple[Instance, ...]) -> Picked:
         """What a chosen instance can do, and how its request is to begin."""
         info = self._services.pool.info_of(instance)
-        if not partners:
+        if instance.role is Role.DECODE or not partners:
             return Picked(instance, computes=info.computes_prompts)
         from_tokens = self._services.config.early_from_tokens
         is_long = 0 < from_tokens <= self._call.cost.prompt_tokens

@@ -21,7 +21,7 @@ from kvferry.router.fleet.circuit_breaker import Trial
 from kvferry.router.fleet.instance import Reservation
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.flow.engine_response import known_reason, lost_cache
-from kvferry.router.policy.records import Instance, Pair, RequestCost, Role
+from kvferry.router.policy.records import Instance, Pair, RequestCost, Role, pair_of
 from kvferry.router.request.headers import Headers
 from kvferry.router.request.request_kind import RequestKind
 from kvferry.router.upstream.failures import DEADLINE, EXHAUSTED, GONE
@@ -113,10 +113,10 @@ class OutcomeRecorder:
         return self._may_prefill
 
     def chosen(self, instance: Instance, partners: tuple[Instance, ...]) -> None:
-        """An instance was reserved; a prefill instance to work with its partner."""
+        """An instance was reserved; to work with its partner, if it has one."""
         self._leave_pair()
-        if instance.role is Role.PREFILL and partners:
-            self._pair = (instance, partners[0])
+        if partners:
+            self._pair = pair_of(instance, partners[0])
             self._pair_trial = self._pool.pairs.begin(self._pair, self._pool.now)
 
     def sends(self, reservation: Reservation, divided: bool) -> None:

@@ -4,7 +4,8 @@ The last command of a batch is the one that is answered by the next event. Rules
 
 * P (the prefill instance) gets one retry on another P per request, then the request is served by D alone;
 * D (the decode instance) gets one retry on another D, only before its first byte, and with a fresh prefill: the cache
-  of the first one may be half read and its lease spent;
+  of the first one may be half read and its lease spent. Where nobody was at D's address, nobody has read it: another D
+  is asked with it;
 * a 4xx is about the request, so nothing is tried again. One of P may only be about the prefill request that we made of
   it (a tool call does not fit one token): D is asked by itself, so that the client hears what an engine alone would
   say. A P that has too much to do (429) is replaced by another one if there is one: D alone would be worse off still;
@@ -44,6 +45,7 @@ from kvferry.router.request.client_request import (
     room_decode_body,
     room_prefill_body,
 )
+from kvferry.router.upstream.failures import GONE
 from kvferry.wire.messages import Reason
 
 NO_DECODE_INSTANCE = refusals.no_decode_instance()
@@ -83,6 +85,8 @@ class Flow:
         self._overloaded = False
         # What P keeps for D, until D answers.
         self._kept = b""
+        # The same where any other D could read it as well: P did not meet this one in a room.
+        self._transfer = b""
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event. Raises IllegalEventError, with the history, when the state does not allow it."""
@@ -104,14 +108,19 @@ class Flow:
     def take_decode(self, event: events.Picked) -> list[Command]:
         self._picked[Role.DECODE], self._computes = event.instance, event.computes
         counts = self._attempts.count(Role.DECODE)
+        if self._transfer:
+            return [*counts, *self._hand_over(self._transfer)]
         return [*counts, *(self._serve_alone() if self._alone_for else self._pick(Role.PREFILL))]
 
     def give_up(self, event: NoInstance) -> list[Command]:
+        if self._transfer:
+            # None can take what is computed; with another P one may answer.
+            return [*self._release("decode_failed"), *self._pick(Role.DECODE)]
         return self._pick(Role.DECODE) if self._attempts.acquit(Role.DECODE) else self._finish(self._last_answer)
 
     def turn_away(self, event: Overloaded) -> list[Command]:
         counts = [Count(Counted.TURNED_AWAY, Role.DECODE, event.reason)]
-        return [*counts, *self._finish(refusals.overloaded(event))]
+        return [*counts, *self._release("decode_failed"), *self._finish(refusals.overloaded(event))]
 
     def take_prefill(self, event: events.Picked) -> list[Command]:
         self._picked[Role.PREFILL] = event.instance
@@ -150,12 +159,10 @@ class Flow:
             return self._lose_prefill("malformed")
         if not transfer.startswith(b"{"):
             return self._decode_alone("no_kv_transfer_params")
-        self._kept = transfer
-        return self._send_decode(decode_body(self._request, transfer))
+        return self._hand_over(transfer)
 
     def take_promise(self, event: events.Promised) -> list[Command]:
-        self._kept = event.transfer
-        return self._send_decode(decode_body(self._request, event.transfer))
+        return self._hand_over(event.transfer)
 
     def lose_prefill(self, event: events.Failed) -> list[Command]:
         if event.reason == events.TOO_LATE:
@@ -181,11 +188,11 @@ class Flow:
             return self._hear_refusal()
         if event.reason == events.PREFILL_LOST:
             return self._lose_promise(event)
-        return self._lose_decode(event.reason, refusals.decode_failed(event))
+        return self._lose_decode(event.reason, refusals.decode_failed(event), is_unread=event.reason in GONE)
 
     def relay(self, event: events.Opened) -> list[Command]:
         self.state = State.RELAYING
-        self._kept = b""
+        self._kept = self._transfer = b""
         self._can_append = event.can_append
         return [commands.Relay()]
 
@@ -208,7 +215,8 @@ class Flow:
 
     def _pick(self, role: Role) -> list[Command]:
         self.state = State.PICKING_DECODE if role is Role.DECODE else State.PICKING_PREFILL
-        return [commands.Pick(role, self._attempts.failed, alone=bool(self._alone_for))]
+        source = self._picked[Role.PREFILL] if self._transfer else None
+        return [commands.Pick(role, self._attempts.failed, bool(self._alone_for), source)]
 
     def _meet(self, prefill: Instance, room: Room) -> list[Command]:
         self._kept = room.kept
@@ -220,6 +228,10 @@ class Flow:
         self._kept = b""
         is_ps_word = self._refuses or not self._computes
         return self._finish(commands.Forward()) if is_ps_word else self._decode_alone("prefill_refused")
+
+    def _hand_over(self, transfer: bytes) -> list[Command]:
+        self._kept = self._transfer = transfer
+        return self._send_decode(decode_body(self._request, transfer))
 
     def _send_decode(self, body: bytes) -> list[Command]:
         self.state = State.DECODING
@@ -258,11 +270,14 @@ class Flow:
         then = self._pick(Role.PREFILL) if again else self._decode_alone("prefill_failed")
         return [Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason), *then]
 
-    def _lose_decode(self, reason: str, last_answer: Command, culprit: Instance | None = None) -> list[Command]:
-        """`culprit` is who must not be chosen again, if it is not the decode instance."""
+    def _lose_decode(
+        self, reason: str, last_answer: Command, culprit: Instance | None = None, is_unread: bool = False
+    ) -> list[Command]:
+        """`culprit` is who must not be chosen again, if it is not the decode instance; `is_unread` what P has computed,
+        where nobody was there to read it."""
         self._last_answer = last_answer
-        releases = self._release("decode_failed")
         again = self._attempts.may_try_again(Role.DECODE, reason, culprit or self._picked[Role.DECODE])
+        releases = [] if again and is_unread and self._transfer else self._release("decode_failed")
         then = self._pick(Role.DECODE) if again else self._finish(last_answer)
         return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *releases, *then]
 
@@ -294,7 +309,7 @@ class Flow:
         return [*counts, *self._pick(Role.DECODE)]
 
     def _release(self, reason: str) -> list[Command]:
-        kept, self._kept = self._kept, b""
+        kept, self._kept, self._transfer = self._kept, b"", b""
         if not can_be_released(kept):
             return []
         return [commands.Release(self._picked[Role.PREFILL], b'{"kv_transfer_params": ' + kept + b"}", reason)]

@@ -26,6 +26,11 @@ Pair = tuple[Instance, Instance]
 """A prefill instance and a decode instance."""
 
 
+def pair_of(one: Instance, other: Instance) -> Pair:
+    """The two, of different roles, in the order of a pair."""
+    return (one, other) if one.role is Role.PREFILL else (other, one)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestCost:
     """What a request will cost, as far as one can tell without a tokenizer.
@@ -97,9 +102,10 @@ class RoutingQuery:
     """Which instance takes `role`? `prefill` and `decode` are those that may be chosen, and their loads; where there
     are more than 64, some of them.
 
-    When a prefill instance is asked for, `decode` is only the instance that was chosen. `handover_s` is what it usually
-    takes from a computed prompt to the first token elsewhere, 0 when that is not known. A request that is tried again
-    has been admitted before.
+    When a prefill instance is asked for, `decode` is only the instance that was chosen; when a decode instance is asked
+    for that shall take a cache that is computed, `prefill` is only the instance that has it. `handover_s` is what it
+    usually takes from a computed prompt to the first token elsewhere, 0 when that is not known. A request that is tried
+    again has been admitted before.
     """
 
     role: Role

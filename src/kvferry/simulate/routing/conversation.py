@@ -15,7 +15,7 @@ from kvferry.router.events import PREFILL_FAILS, Answered, Began, Ended, Event, 
 from kvferry.router.fleet.instance import InstanceRequest, Reservation
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.state_machine import Flow
-from kvferry.router.policy.records import Instance, RequestCost, Role, SkipPrefill
+from kvferry.router.policy.records import RequestCost, Role, SkipPrefill
 from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.request_kind import RequestKind, kind_of
 from kvferry.router.upstream.failures import GONE, RESET
@@ -83,7 +83,7 @@ class Conversation:
             return SkipPrefill(PREFILL_FAILS)
         self._release(command.role)
         decode = self._reserved.get(Role.DECODE)
-        partners: tuple[Instance, ...] = (decode.instance,) if command.role is Role.PREFILL and decode else ()
+        partners = command.partners(decode.instance if decode else None)
         asked = InstanceRequest(command.role, self._arrival.cost, command.excluded, partners, command.alone)
         found = self._membership.reserve(asked)
         if not isinstance(found, Reservation):
