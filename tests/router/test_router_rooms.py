@@ -36,6 +36,7 @@ from kvferry.router.commands import Cancel, Count, Counted, Forward, Pick, Refus
 from kvferry.router.config import PrefillFallback
 from kvferry.router.events import (
     NOT_WANTED,
+    PREFILL_GONE,
     PREFILL_LOST,
     PREFILL_REFUSED,
     TOO_LATE,
@@ -54,6 +55,7 @@ from kvferry.router.fleet.instance import OpenRequests, Origin
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.fleet.rooms import room_between
 from kvferry.router.fleet.sglang_info import sglang_info
+from kvferry.router.flow.attempts import MAX_GONE
 from kvferry.router.flow.refusals import pair_failed
 from kvferry.router.flow.state_machine import Flow, State
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
@@ -216,6 +218,24 @@ def test_a_prefill_that_is_lost_twice_is_told_to_the_client():
     assert last_words(flow, *steps) == (502, "prefill_failed", PREFILL_LOST)
 
 
+def test_prefill_instances_at_which_nobody_is_do_not_use_up_the_second_try():
+    """Of the two that were to meet: what is lost for another reason after that is tried once more."""
+    gone, lost = Failed(PREFILL_GONE, "x"), failed(Role.DECODE, PREFILL_GONE)
+    instances = [P0, *(Instance(f"http://lost{number}", Role.PREFILL) for number in range(MAX_GONE)), P1]
+    flow = Flow(REQUEST)
+    play(flow, *to_room())
+    for number, prefill in enumerate(instances[1:], 1):
+        reason, event = (PREFILL_GONE, gone) if number <= MAX_GONE else (PREFILL_LOST, LOST)
+        before = frozenset(instances[:number])
+        play(
+            flow,
+            (event, [failed(Role.DECODE, reason), pick(Role.DECODE, *before)]),
+            (decode(), [retry(Role.DECODE, reason), pick(Role.PREFILL, *before)]),
+            (Picked(prefill, room=OTHER_ROOM), [Start(prefill, AGAIN[0].body), AGAIN[1]]),
+        )
+    assert last_words(flow, (gone, [lost, pick_alone(*instances)]), decode()) == (502, "prefill_failed", PREFILL_GONE)
+
+
 def test_without_prefill_another_decode_computes():
     flow = Flow(REQUEST)
     play(
@@ -268,8 +288,8 @@ def answers_to(commands: list, rng: random.Random) -> list:
             picks = [Picked(one, room=room, computes=one is D1) for one in left]
             return [*picks, NoInstance(), Overloaded("ttft", 1), *skips]
         case Send():
-            of_prefill = (PREFILL_LOST, PREFILL_REFUSED) if isinstance(commands[-2:][0], Start) else ()
-            broken = [Failed(reason, "x") for reason in ("reset", "deadline", TOO_LATE, *of_prefill)]
+            of_prefill = (PREFILL_LOST, PREFILL_GONE, PREFILL_REFUSED) if isinstance(commands[-2:][0], Start) else ()
+            broken = [Failed(reason, "x") for reason in ("reset", "refused", "deadline", TOO_LATE, *of_prefill)]
             return [Opened(rng.random() < 0.5), Answered(400, b"{}"), D_ERROR, ClientGone(), *broken]
         case Relay():
             return [Ended(), Failed("reset", "x"), ClientGone()]
@@ -282,8 +302,8 @@ def answers_to(commands: list, rng: random.Random) -> list:
 def test_whatever_happens_a_decode_that_computes_nothing_is_never_asked_alone(seed, fallback):
     rng = random.Random(seed)
     raw = RAW if seed % 3 else b'{"prompt": "a", "n": 2}'
-    flow, begun, event = Flow(parse_request(raw, Endpoint.COMPLETIONS), fallback), 0, Began()
-    for _ in range(40):
+    flow, begun, gone, event = Flow(parse_request(raw, Endpoint.COMPLETIONS), fallback), 0, 0, Began()
+    for _ in range(80):
         commands = flow.handle(event)
         assert Send(D0, raw) not in commands
         if starts := [command for command in commands if isinstance(command, Start)]:
@@ -292,8 +312,9 @@ def test_whatever_happens_a_decode_that_computes_nothing_is_never_asked_alone(se
         if flow.state is State.DONE:
             break
         event = rng.choice(answers_to(commands, rng))
+        gone += isinstance(event, Failed) and event.reason in ("refused", PREFILL_GONE)
     assert flow.state is State.DONE
-    assert begun <= 2
+    assert begun <= 2 + gone
 
 
 # --- who is paired
@@ -388,6 +409,17 @@ async def expect_another_prefill(c: Cluster) -> None:
     assert (len(bad.seen), len(good.seen)) == (1, 1)
     assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
     await c.until_idle()
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(3, 0), (0, 3), (3, 3)])
+async def test_servers_that_have_just_died_are_passed_over_until_two_meet(num_prefill, num_decode):
+    rooms = Rooms()
+    prefill, decode = ([make(rooms) for _ in range(4)] for make in (sglang_prefill, sglang_decode))
+    async with cluster(prefill, decode) as c:
+        await asyncio.gather(*(engine.stop() for engine in (*prefill[:num_prefill], *decode[:num_decode])))
+        reply = await c.complete()
+        assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "disaggregated")
+        await c.until_idle()
 
 
 async def test_a_request_is_served_by_two_servers_that_meet():

@@ -50,7 +50,7 @@ class Send:
 @dataclass(frozen=True, slots=True)
 class Start:
     """POST `body` to a prefill instance beside D's request, which follows. Nothing waits for its answer: should it be
-    an error, D's request ends with `PREFILL_LOST` or `PREFILL_REFUSED`."""
+    an error, D's request ends with `PREFILL_LOST`, `PREFILL_GONE` or `PREFILL_REFUSED`."""
 
     instance: Instance
     body: bytes

@@ -13,8 +13,12 @@ TOO_LATE = "request_deadline"
 PREFILL_LOST = "prefill_lost"
 """A decode request was ended that waited for a cache which the prefill beside it has failed to compute."""
 
+PREFILL_GONE = "prefill_gone"
+"""The same, where nobody was at the address of the prefill instance."""
+
 PREFILL_REFUSED = "prefill_refused"
-"""The same, where the prefill instance has refused the request: its answer is for the client."""
+"""A decode request was ended, since the prefill instance beside it has refused the request: its answer is for the
+client."""
 
 NOT_WANTED = "not_wanted"
 """A request was ended, since nobody waits for its answer any more."""

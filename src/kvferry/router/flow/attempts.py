@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Final
 
 from kvferry.router.commands import Command, Count, Counted
+from kvferry.router.events import PREFILL_GONE
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.upstream.failures import GONE
 
@@ -45,17 +46,15 @@ class Attempts:
         decode instance says of a prefill instance, by whatever word, is no such failure.
         """
         self.lose(culprit)
-        if culprit.role is role and reason in GONE and self._num_gone[role] < MAX_GONE:
-            self._num_gone[role] += 1
+        is_gone = reason == PREFILL_GONE or (culprit.role is role and reason in GONE)
+        if is_gone and self._num_gone[culprit.role] < MAX_GONE:
+            self._num_gone[culprit.role] += 1
         elif role in self._retried:
             return False
         else:
             self._retried.add(role)
         self._second_try[role] = reason
         return True
-
-    def has_retried(self, role: Role) -> bool:
-        return role in self._retried
 
     def count(self, role: Role) -> list[Command]:
         """A request of this role is about to be sent: it is counted if it is a second try."""

@@ -12,6 +12,7 @@ from kvferry.kv_transfer_params import MAX_ROOM
 from kvferry.router.commands import Count, Counted, Pick, Send, Start
 from kvferry.router.events import (
     PREFILL_FAILS,
+    PREFILL_GONE,
     PREFILL_LOST,
     PREFILL_REFUSED,
     Answered,
@@ -39,6 +40,7 @@ from kvferry.router.request.request_kind import kind_of
 from kvferry.router.services import Services
 from kvferry.router.telemetry.access_log import outcome_of
 from kvferry.router.telemetry.request_timing import RequestTiming
+from kvferry.router.upstream.failures import GONE
 from kvferry.router.upstream.http_client import HttpRequest, WholeResponse
 
 # P may have answered in the moment in which the client left: its answer is on its way, and keeps blocks for nobody.
@@ -162,7 +164,7 @@ class Dispatcher:
                 request.instance.url,
                 command.reason,
                 # It was ended by us, for that reason.
-                "" if command.reason == PREFILL_LOST else request.trouble,
+                "" if command.reason in (PREFILL_LOST, PREFILL_GONE) else request.trouble,
                 extra={"request_id": self._call.request_id},
             )
 
@@ -226,7 +228,7 @@ class Dispatcher:
             self.in_flight.give_up(PREFILL_REFUSED)
         elif reason:
             self.count(Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason))
-            self.in_flight.give_up(PREFILL_LOST)
+            self.in_flight.give_up(PREFILL_GONE if reason in GONE else PREFILL_LOST)
         self._release(Role.PREFILL)
 
     def _release(self, role: Role) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvferry.http.request_fields import DecodeOnlyReason
 from kvferry.router.events import (
     INSTANCE_DOWN,
+    PREFILL_GONE,
     PREFILL_LOST,
     PREFILL_REFUSED,
     TOO_LATE,
@@ -29,7 +30,7 @@ from kvferry.wire.messages import Reason
 
 # The probe finds out about these at once, and finds the instance again at once when it is back; or the client had no
 # more time; or it was another instance's fault.
-BLAMELESS = GONE | {EXHAUSTED, INSTANCE_DOWN, TOO_LATE, PREFILL_LOST, PREFILL_REFUSED}
+BLAMELESS = GONE | {EXHAUSTED, INSTANCE_DOWN, TOO_LATE, PREFILL_LOST, PREFILL_GONE, PREFILL_REFUSED}
 # These lie in the request: with any other pair of engines it would be the same.
 OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *DecodeOnlyReason))
 CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"

@@ -186,7 +186,7 @@ class Flow:
             return [*self._release(events.TOO_LATE), *self._finish(refusals.too_late(event))]
         if event.reason == events.PREFILL_REFUSED:
             return self._hear_refusal()
-        if event.reason == events.PREFILL_LOST:
+        if event.reason in (events.PREFILL_LOST, events.PREFILL_GONE):
             return self._lose_promise(event)
         return self._lose_decode(event.reason, refusals.decode_failed(event), is_unread=event.reason in GONE)
 
@@ -291,12 +291,14 @@ class Flow:
 
     def _lose_promise(self, event: events.Failed) -> list[Command]:
         """P has failed beside D, and D's request was ended by us."""
-        last_answer = refusals.prefill_lost(event)
-        if self._attempts.has_retried(Role.DECODE):
+        last_answer, prefill = refusals.prefill_lost(event), self._picked[Role.PREFILL]
+        if not self._attempts.may_try_again(Role.DECODE, event.reason, prefill):
             return self._compute_without(event.reason, "prefill_failed", last_answer)
         if not self._computes:
-            self._attempts.suspect(self._picked[Role.PREFILL])
-        return self._lose_decode(event.reason, last_answer, self._picked[Role.PREFILL])
+            self._attempts.suspect(prefill)
+        self._last_answer = last_answer
+        releases = self._release("decode_failed")
+        return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, event.reason), *releases, *self._pick(Role.DECODE)]
 
     def _compute_without(self, reason: str, fallback: str, last_answer: Command) -> list[Command]:
         """No P is of use: D cannot compare its own tokens with P's, or they differ; or two of P have failed."""

@@ -7,7 +7,7 @@ import errno
 import aiohttp
 
 from kvferry.errors import PeerError
-from kvferry.router.events import INSTANCE_DOWN, NOT_WANTED, PREFILL_LOST, PREFILL_REFUSED, TOO_LATE
+from kvferry.router.events import INSTANCE_DOWN, NOT_WANTED, PREFILL_GONE, PREFILL_LOST, PREFILL_REFUSED, TOO_LATE
 
 REFUSED, UNREACHABLE, CONNECT_TIMEOUT = "refused", "unreachable", "connect_timeout"
 RESET, MALFORMED = "reset", "malformed"
@@ -35,6 +35,7 @@ MESSAGES = {
     EXHAUSTED: "the router can open no more connections",
     INSTANCE_DOWN: "it does not answer any more",
     PREFILL_LOST: "the prompt was not computed",
+    PREFILL_GONE: "the prefill instance cannot be reached",
     PREFILL_REFUSED: "the prefill instance refused the request",
     NOT_WANTED: "nobody waits for it any more",
     TOO_LATE: "the request's own time limit is over",
