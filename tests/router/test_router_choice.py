@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvferry.errors import ConfigurationError
 from kvferry.router.policy import balanced as module
@@ -50,7 +51,7 @@ def test_tokens_count_and_not_requests():
 def test_what_is_cached_is_no_work():
     warm, idle = load(P[0], 300, cached_tokens=900), load(P[1], 0)
     assert choose([warm, idle], TASK) == P[0]
-    assert choose([dataclasses.replace(warm, cached_tokens=200), idle], TASK) == P[1]
+    assert choose([structs.replace(warm, cached_tokens=200), idle], TASK) == P[1]
 
 
 def test_a_decode_instance_with_no_partner_is_the_last_choice():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvferry.router.fleet.instance import InstanceRequest, ProbeResult, Reservation
 from kvferry.router.fleet.instance_pool import InstancePool
@@ -106,7 +105,7 @@ def test_an_instance_back_from_an_outage_gets_its_share_and_not_more():
 
 
 def test_excluded_unhealthy_and_other_roles_are_not_chosen():
-    prefill = dataclasses.replace(INSTANCES[3], role=Role.PREFILL)
+    prefill = structs.replace(INSTANCES[3], role=Role.PREFILL)
     pool = InstancePool((*INSTANCES[:2], prefill), Metrics())
     assert pool.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
     pool.probed(prefill, ProbeResult.READY, "")

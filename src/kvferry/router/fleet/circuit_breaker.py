@@ -55,8 +55,7 @@ class Breaker:
 
     def may_begin(self, now: float) -> bool:
         """Whether something may be sent there now."""
-        state = self.state(now)
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._trial is None)
+        return self._closed_again_at is None or (now >= self._closed_again_at and self._trial is None)
 
     def begin(self, now: float) -> Trial | None:
         """Something is sent there; when it is half open this is the trial."""

@@ -19,7 +19,7 @@ class Handover(StrEnum):
     NONE = "none"
 
 
-class EngineInfo(msgspec.Struct, frozen=True):
+class EngineInfo(msgspec.Struct, frozen=True, cache_hash=True):
     """The answer of `/kvferry/info`; empty where the engine says nothing.
 
     `epoch` is new at every start. `cache` names what is kept of a request: equal names can be exchanged, whatever the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kvferry.router.config import PolicySettings
 from kvferry.router.fleet.candidates import Candidates, Draw, Group, Wanted
@@ -10,9 +10,7 @@ from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, differences
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState
 from kvferry.router.policy.prefix_affinity import PrefixIndex
-from kvferry.router.policy.records import Instance, Load, Pair, Role, RoutingQuery, pair_of
-
-Keep = Callable[[InstanceState], bool]
+from kvferry.router.policy.records import Instance, Load, Pair, Role, RoutingQuery
 
 
 class Queries:
@@ -61,9 +59,9 @@ class Queries:
         """All that a policy is told."""
         now = self._settings.clock()
         if request.role is Role.PREFILL:
-            prefill, decode = self._matching(Role.PREFILL, request, now), self._partners(request)
+            prefill, decode = self._matching(Role.PREFILL, request, now), self._partners(request, now)
         elif request.partners:
-            prefill, decode = self._partners(request), self._matching(Role.DECODE, request, now)
+            prefill, decode = self._partners(request, now), self._matching(Role.DECODE, request, now)
         else:
             prefill, decode = self._matching(Role.PREFILL, request, now), self._decode(request, now)
         return RoutingQuery(
@@ -76,10 +74,10 @@ class Queries:
             is_retry=bool(request.excluded),
         )
 
-    def _partners(self, request: InstanceRequest) -> tuple[Load, ...]:
+    def _partners(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
         """The instance that was chosen before, if it has not left meanwhile."""
         states = [self._states[one] for one in request.partners if one in self._states and one not in request.excluded]
-        return tuple(self._load(state, request) for state in states)
+        return self._loads(states, Group(states), request, now)
 
     def is_some(self, request: InstanceRequest) -> bool:
         """Whether a policy is told of some of those that might be chosen, and of others if it is asked again."""
@@ -87,54 +85,55 @@ class Queries:
 
     def _matching(self, role: Role, request: InstanceRequest, now: float) -> tuple[Load, ...]:
         """Those of a role that can work with the request's partners; all of it where there are none."""
-        partners = request.partners
-        kinds = [self._kind(one) for one in partners]
+        kinds = [self._kind(one) for one in request.partners]
         partner = kinds[0] if kinds else None
-
-        def keep(state: InstanceState) -> bool:
-            pairs = (pair_of(state.instance, one) for one in partners)
-            return state.instance not in request.excluded and all(self._pairs.may_begin(pair, now) for pair in pairs)
-
+        excluded = request.excluded | self._kept_apart(request.partners, now)
         group = self._candidates.group(Wanted(role, request.cost.model, partner))
-        found = self._some(group, request, keep, now)
+        found = self._some(group, request, excluded, now)
         # Who is to answer refuses a model that it does not have better than we could.
         if not found and not all(kind.computes_prompts for kind in kinds):
             group = self._candidates.group(Wanted(role, None, partner))
-            found = self._some(group, request, keep, now)
-        return self._loads(found, group, request)
+            found = self._some(group, request, excluded, now)
+        return self._loads(found, group, request, now)
+
+    def _kept_apart(self, partners: tuple[Instance, ...], now: float) -> frozenset[Instance]:
+        """Who is not to work with one of these, after what has happened between the two."""
+        broken = [pair for pair in self._pairs.not_closed(now) if not self._pairs.may_begin(pair, now)]
+        both_ways = (ways for pair in broken for ways in (pair, pair[::-1]))
+        return frozenset(other for one, other in both_ways if one in partners)
 
     def _decode(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
-        def keep(state: InstanceState) -> bool:
-            return state.instance not in request.excluded
-
         model: str | None = request.cost.model
         group = self._candidates.group(Wanted(Role.DECODE, model))
-        found = self._some(group, request, keep, now)
+        found = self._some(group, request, request.excluded, now)
         if not found:
             model, group = None, self._candidates.group(Wanted(Role.DECODE))
-            found = self._some(group, request, keep, now)
+            found = self._some(group, request, request.excluded, now)
         if request.alone or not request.cost.is_divisible:
             computing = self._candidates.group(Wanted(Role.DECODE, model, computes=True))
-            able = self._some(computing, request, keep, now)
+            able = self._some(computing, request, request.excluded, now)
             if request.cost.is_divisible:
                 # Another one can serve it as well, with a partner. What only these can serve waits for one that is
                 # down.
                 able = [state for state in able if state.can_serve(now)]
             group, found = (computing, able) if able else (group, found)
         if not request.cost.is_divisible:
-            return self._loads(found, group, request)
+            return self._loads(found, group, request, now)
         num_partners = self._num_partners(found, request, now)
         if len(found) < len(group.states) and not any(num_partners.values()):
-            found = [state for state in group.states if keep(state)]
+            found = [state for state in group.states if state.instance not in request.excluded]
             num_partners = self._num_partners(found, request, now)
-        return self._loads(found, group, request, num_partners)
+        return self._loads(found, group, request, now, num_partners)
 
-    def _some(self, group: Group, request: InstanceRequest, keep: Keep, now: float) -> list[InstanceState]:
+    def _some(
+        self, group: Group, request: InstanceRequest, excluded: Collection[Instance], now: float
+    ) -> list[InstanceState]:
         """Those of a group that may be chosen; all of them where some would not do."""
-        found = [state for state in group.offered(request.cost.prefixes, self._draw) if keep(state)]
+        offered = group.offered(request.cost.prefixes, self._draw)
+        found = [state for state in offered if state.instance not in excluded]
         if not group.is_large or any(state.ready and state.can_serve(now) for state in found):
             return found
-        return [state for state in group.states if keep(state)]
+        return [state for state in group.states if state.instance not in excluded]
 
     def _num_partners(
         self, states: Sequence[InstanceState], request: InstanceRequest, now: float
@@ -142,35 +141,32 @@ class Queries:
         """How many prefill instances each decode instance can work with, of those that are looked at."""
         ready = {kind: self._ready_for(kind, request, now) for kind in {state.kind for state in states}}
         found = {state.instance: len(ready[state.kind]) for state in states}
-        kinds = {state.instance: state.kind for state in states}
         for prefill, decode in self._pairs.not_closed(now):
-            is_counted = decode in found and prefill in ready[kinds[decode]]
+            is_counted = decode in found and prefill in ready[self._kind(decode)]
             if is_counted and not self._pairs.may_begin((prefill, decode), now):
                 found[decode] -= 1
         return found
 
     def _ready_for(self, kind: EngineInfo, request: InstanceRequest, now: float) -> set[Instance]:
         group = self._candidates.group(Wanted(Role.PREFILL, None, kind))
-        found = self._some(group, request, lambda state: state.ready and state.can_serve(now), now)
-        return {state.instance for state in found}
+        found = self._some(group, request, (), now)
+        return {state.instance for state in found if state.ready and state.can_serve(now)}
 
     def _loads(
         self,
         states: Sequence[InstanceState],
         group: Group,
         request: InstanceRequest,
+        now: float,
         num_partners: Mapping[Instance, int] | None = None,
     ) -> tuple[Load, ...]:
-        homes, numbers = group.homes(request.cost.prefixes), num_partners or {}
+        cost, known = request.cost, self._prefixes.num_known
+        homes, numbers = group.homes(cost.prefixes), num_partners or {}
+        one_by_one = ((state, state.instance) for state in states)
         return tuple(
-            self._load(state, request, numbers.get(state.instance, 1), state.instance in homes) for state in states
+            state.load(cost, known(instance, cost.prefixes), numbers.get(instance, 1), instance in homes, now)
+            for state, instance in one_by_one
         )
-
-    def _load(
-        self, state: InstanceState, request: InstanceRequest, num_partners: int = 1, is_home: bool = True
-    ) -> Load:
-        num_cached = self._prefixes.num_known(state.instance, request.cost.prefixes)
-        return state.load(request.cost, num_cached, num_partners, is_home, self._settings.clock())
 
     def _kind(self, instance: Instance) -> EngineInfo:
         return self._states[instance].kind if instance in self._states else UNKNOWN_ENGINE

@@ -18,10 +18,8 @@ def refusal(query: RoutingQuery) -> Overloaded | None:
         return None
     if limits.max_requests and all(load.num_outstanding >= limits.max_requests for load in decode):
         return Overloaded("decode_full", _retry_after_s(1.0))
-    estimate_s = first_token_s(query)
-    if limits.ttft_s and estimate_s > limits.ttft_s and not _is_idle(query):
-        return Overloaded("ttft", _retry_after_s(estimate_s - limits.ttft_s))
-    return None
+    late_s = first_token_s(query) - limits.ttft_s if limits.ttft_s else 0.0
+    return Overloaded("ttft", _retry_after_s(late_s)) if late_s > 0 and not _is_idle(query) else None
 
 
 def first_token_s(query: RoutingQuery) -> float:

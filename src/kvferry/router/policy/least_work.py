@@ -33,14 +33,15 @@ def choose(loads: Sequence[Load], cost: RequestCost = NO_COST) -> Instance | Non
         candidates = [load for load in candidates if load.num_partners]
     if not candidates:
         return None
-    least = min(_cost(load, cost) for load in candidates)
+    priced = [(_cost(load, cost), load) for load in candidates]
     if cost.prefixes:
-        near = [load for load in candidates if _cost(load, cost) <= least + cost.work(load.instance.role)]
+        most = min(tokens for tokens, _ in priced) + cost.work(candidates[0].instance.role)
+        near = [load for tokens, load in priced if tokens <= most]
         at_home = [load.instance for load in near if load.is_home] or [load.instance for load in near]
         home = homes(cost.prefixes[0], at_home)[0]
         warm = max(near, key=lambda load: load.cached_tokens)
         return warm.instance if warm.cached_tokens else home
-    return min(candidates, key=lambda load: (_cost(load, cost), load.num_outstanding, load.last_chosen)).instance
+    return min(priced, key=lambda one: (one[0], one[1].num_outstanding, one[1].last_chosen))[1].instance
 
 
 def homes(prefix: int, instances: Sequence[Instance]) -> list[Instance]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 
 class Role(StrEnum):
     """What an instance is for: PREFILL computes the cache of a prompt, DECODE writes the answer."""
@@ -14,8 +16,7 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
+class Instance(msgspec.Struct, frozen=True, cache_hash=True):
     """One upstream server: `url` without a trailing slash, e.g. `http://127.0.0.1:8100`."""
 
     url: str
@@ -54,8 +55,7 @@ class RequestCost:
 NO_COST = RequestCost()
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """What is known about one instance at the moment of a choice.
 
     One that is `healthy` answers; one that is also `ready` wants requests. `num_outstanding` requests of
