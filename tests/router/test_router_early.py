@@ -165,6 +165,28 @@ def test_a_prompt_whose_end_is_heard_of_after_the_answer_tells_nothing_of_the_ha
     assert timing.phases == pytest.approx({"queue": 0.5, "prefill": 0.5, "wire": 8.0, "first_decode": 1.0})
 
 
+@pytest.mark.parametrize("computed_s", [3.0, 6.0])
+def test_what_was_computed_while_nobody_was_reached_is_prefill(computed_s):
+    """A decode engine could not be reached from 1 to 5 s; the next one answers at 7."""
+    timing = RequestTiming(0.0)
+    timing.began(Role.PREFILL, 0.5)
+    timing.answered(Role.PREFILL, 1.0, [])
+    timing.promised()
+    timing.began(Role.DECODE, 1.0)
+    if computed_s < 5.0:
+        timing.prefilled(computed_s)
+    timing.answered(Role.DECODE, 5.0, [])
+    timing.began(Role.DECODE, 5.0)
+    if computed_s > 5.0:
+        timing.prefilled(computed_s)
+    timing.answered(Role.DECODE, 7.0, [])
+    prefill_s = computed_s - 0.5
+    first_s = 7.0 - max(computed_s, 5.0)
+    waited_s = 7.0 - prefill_s - first_s
+    assert timing.phases == pytest.approx({"queue": waited_s, "prefill": prefill_s, "first_decode": first_s})
+    assert timing.handover_s == pytest.approx(first_s)
+
+
 def test_the_times_of_one_try_are_not_those_of_the_next():
     timing = timed(8.0)
     timing.began(Role.PREFILL, 11.0)

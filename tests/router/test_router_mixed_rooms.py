@@ -15,6 +15,7 @@ from kvferry.kv_transfer_params import from_params, room_names, room_of, room_pa
 from kvferry.router.commands import Cancel, Count, Counted, Forward, Relay, Release, Send, Start
 from kvferry.router.config import PrefillFallback
 from kvferry.router.events import (
+    PREFILL_GONE,
     PREFILL_LOST,
     PREFILL_REFUSED,
     TOO_LATE,
@@ -31,7 +32,7 @@ from kvferry.router.fleet.engine_info import EngineInfo, Handover, differences, 
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.rooms import room_between
 from kvferry.router.flow.state_machine import Flow
-from kvferry.router.policy.records import Instance, Role
+from kvferry.router.policy.records import Instance, NoInstance, Role
 from kvferry.router.request.client_request import (
     Endpoint,
     first_token_body,
@@ -181,6 +182,26 @@ def release(reason: str, instance: Instance = P0, kept: bytes = KEPT) -> Release
 )
 def test_what_a_prefill_keeps_that_decode_will_not_read_is_released(event, commands):
     play(Flow(REQUEST), *to_room(ROOM, computes=False), (event, commands))
+
+
+def test_a_prefill_at_which_nobody_was_keeps_nothing_and_is_no_suspect():
+    """The one that was there is asked again when no other is left."""
+    gone = Failed(PREFILL_GONE, "x")
+    play(
+        Flow(REQUEST),
+        *to_room(ROOM, computes=False),
+        (
+            Failed(PREFILL_LOST, "x"),
+            [failed(Role.DECODE, PREFILL_LOST), release("decode_failed"), pick(Role.DECODE, P0)],
+        ),
+        (Picked(D0, computes=False), [retry(Role.DECODE, PREFILL_LOST), pick(Role.PREFILL, P0)]),
+        (Picked(P1, room=OTHER_ROOM), begun(OTHER_ROOM, P1)),
+        (gone, [failed(Role.DECODE, PREFILL_GONE), pick(Role.DECODE, P0, P1)]),
+        (Picked(D0, computes=False), [retry(Role.DECODE, PREFILL_GONE), pick(Role.PREFILL, P0, P1)]),
+        (NoInstance(), [pick(Role.PREFILL, P1)]),
+        (Picked(P0, room=OTHER_ROOM), begun(OTHER_ROOM, P0)),
+        (Opened(True), [Relay()]),
+    )
 
 
 def test_what_decode_has_read_is_not_released():

@@ -4,18 +4,19 @@ import asyncio
 
 import pytest
 from router_harness import cluster, decode_engine, prefill_engine
+from test_router_early import EARLY_DECODES, LONG, Prompt, early_engine, to_promised
 from test_router_early import PARAMS as PROMISED_PARAMS
 from test_router_early import released as promise_released
-from test_router_early import to_promised
 from test_router_flow import D0, D1, D2, P0, P1, REQUEST, failed, pick, play, retry
 from test_router_members import pool_of, taken
-from test_router_mixed_rooms import ROOM, to_room
+from test_router_mixed_rooms import OURS, ROOM, SGLANG, to_room
 from test_router_mixed_rooms import release as room_released
 from test_router_release import PARAMS, released, to_decoding
 
 from kvferry.router.commands import Cancel, Count, Counted, Pick, Refuse, Relay, Send
 from kvferry.router.events import ClientGone, Failed, Opened, Picked
-from kvferry.router.fleet.engine_info import EngineInfo
+from kvferry.router.fleet.engine_info import EngineInfo, differences
+from kvferry.router.fleet.instance import Origin, ProbeResult
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER
 from kvferry.router.flow.attempts import MAX_GONE
 from kvferry.router.flow.state_machine import Flow, State
@@ -135,7 +136,52 @@ def test_only_who_can_take_the_cache_is_chosen():
     assert {taken(pool, Role.DECODE, P0) for _ in range(4)} == {D2}
 
 
+def test_a_cache_that_is_referred_to_is_for_nobody_who_would_meet_in_a_room():
+    """Servers of SGLang are told of a room before anything is computed."""
+    pool, _ = pool_of(P0, D0, D1)
+    for instance, info in ((P0, OURS), (D0, SGLANG), (D1, OURS)):
+        pool.introduce(instance, info)
+    assert differences(OURS, SGLANG) == ()
+    assert {taken(pool, Role.DECODE, P0) for _ in range(4)} == {D1}
+    assert {taken(pool, Role.DECODE) for _ in range(4)} == {D0, D1}
+
+
+def test_an_instance_that_wants_no_requests_is_not_given_one_for_the_sake_of_a_cache():
+    pool, _ = pool_of(P0, D0, D1)
+    pool.probed(D0, ProbeResult.UNREADY, "")
+    assert {taken(pool, Role.DECODE, P0) for _ in range(4)} == {D1}
+    pool.probed(D1, ProbeResult.UNREADY, "")
+    assert taken(pool, Role.DECODE, P0) is None
+    # With another prefill one that at least answers is better than nobody.
+    assert taken(pool, Role.DECODE) is not None
+
+
+@pytest.mark.parametrize("ends", ["down", "left"])
+def test_what_has_gone_with_its_instance_nobody_is_asked_with(ends):
+    pool, _ = pool_of(P0, D0)
+    assert taken(pool, Role.DECODE, P0) == D0
+    if ends == "down":
+        pool.probed(P0, ProbeResult.DOWN, "")
+    else:
+        pool.remove(P0, Origin.COMMAND_LINE)
+    assert taken(pool, Role.DECODE, P0) is None
+    assert taken(pool, Role.DECODE) == D0
+
+
 # --- on sockets
+
+
+async def test_a_prompt_that_is_still_computed_is_promised_to_who_is_there():
+    prompt, decode = Prompt(), [decode_engine(f"d{number}") for number in range(3)]
+    prompt.may_end.set()
+    prefill = early_engine("p0", prompt)
+    async with cluster([prefill], decode, early_from_tokens=1) as c:
+        await asyncio.gather(*(engine.stop() for engine in decode[:2]))
+        assert (await c.complete(LONG)).status == 200
+        assert (len(prefill.seen), len(decode[2].seen)) == (1, 1)
+        assert await c.metric(EARLY_DECODES) == 1
+        await c.until_idle()
+        assert prefill.released.empty()
 
 
 async def test_decode_engines_that_have_just_died_cost_no_second_prefill():
@@ -145,5 +191,6 @@ async def test_decode_engines_that_have_just_died_cost_no_second_prefill():
         response = await c.complete()
         assert (response.status, response.headers["x-kvferry-path"]) == (200, "disaggregated")
         assert (len(prefill.seen), len(decode[3].seen)) == (1, 1)
+        # And the pair that has answered is the one that is measured.
         pair = f'decode="{decode[3].url}",phase="prefill",prefill="{prefill.url}"'
         assert await c.metric(f"kvferry_router_phase_seconds_count{{{pair}}}") == 1

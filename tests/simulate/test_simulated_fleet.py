@@ -11,6 +11,7 @@ from kvferry.bench.report.slo import ItlBy, Slo
 from kvferry.cli.server.http import NOTICE_S
 from kvferry.errors import ConfigurationError
 from kvferry.router.config import PrefillFallback
+from kvferry.router.fleet.prefill_speed import Mean
 from kvferry.router.policy.records import Limits, NoInstance, Overloaded
 from kvferry.simulate.fleet.network import Network
 from kvferry.simulate.incidents import FORMS, HotPrefix, incident_named, of_kind
@@ -108,6 +109,16 @@ def test_a_rack_that_dies_fails_its_answers_and_the_others_go_on():
     assert 0 < course.recovery_s < 60
     assert course.after.num_failed == 0
     assert course.after.good_share > 0.99
+
+
+def test_what_it_takes_to_find_out_that_nobody_is_there_is_no_handover(monkeypatch):
+    """Whoever has a limit for the first token plans with that mean."""
+    told = []
+    monkeypatch.setattr(Mean, "add", lambda self, value: told.append(value))
+    result = run(setting(Fleet(4, 8, per_rack=4), 60.0, ("rack 1 dies at 20",)), rate=15.0)
+    assert any(outcome.num_retries for outcome in result.outcomes)
+    assert len(told) > 100
+    assert max(told) < 1.0
 
 
 def test_a_cache_whose_source_has_died_is_computed_again():

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from kvferry.router.config import PolicySettings
 from kvferry.router.fleet.candidates import Candidates, Draw, Group, Wanted
 from kvferry.router.fleet.circuit_breaker import BreakerTable
-from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, differences
+from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, Handover, differences, handover_between
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState
 from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import Instance, Load, Pair, Role, RoutingQuery
@@ -59,11 +59,11 @@ class Queries:
         """All that a policy is told."""
         now = self._settings.clock()
         if request.role is Role.PREFILL:
-            prefill, decode = self._matching(Role.PREFILL, request, now), self._partners(request, now)
+            prefill, decode = self._prefill(request, now), self._partners(request, now)
         elif request.partners:
-            prefill, decode = self._partners(request, now), self._matching(Role.DECODE, request, now)
+            prefill, decode = self._partners(request, now), self._able_to_take(request, now)
         else:
-            prefill, decode = self._matching(Role.PREFILL, request, now), self._decode(request, now)
+            prefill, decode = self._prefill(request, now), self._decode(request, now)
         return RoutingQuery(
             role=request.role,
             cost=request.cost,
@@ -83,17 +83,31 @@ class Queries:
         """Whether a policy is told of some of those that might be chosen, and of others if it is asked again."""
         return self._candidates.group(Wanted(request.role)).is_large
 
-    def _matching(self, role: Role, request: InstanceRequest, now: float) -> tuple[Load, ...]:
-        """Those of a role that can work with the request's partners; all of it where there are none."""
+    def _prefill(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
         kinds = [self._kind(one) for one in request.partners]
         partner = kinds[0] if kinds else None
         excluded = request.excluded | self._kept_apart(request.partners, now)
-        group = self._candidates.group(Wanted(role, request.cost.model, partner))
+        group = self._candidates.group(Wanted(Role.PREFILL, request.cost.model, partner))
         found = self._some(group, request, excluded, now)
         # Who is to answer refuses a model that it does not have better than we could.
         if not found and not all(kind.computes_prompts for kind in kinds):
-            group = self._candidates.group(Wanted(role, None, partner))
+            group = self._candidates.group(Wanted(Role.PREFILL, None, partner))
             found = self._some(group, request, excluded, now)
+        return self._loads(found, group, request, now)
+
+    def _able_to_take(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
+        """Decode instances that want requests and can read what a prefill instance has computed and refers to, if that
+        is still there. Who would have to meet it in a room has come too late."""
+        source = self._states.get(request.partners[0])
+        if source is None or not source.healthy:
+            return ()
+        excluded = request.excluded | self._kept_apart(request.partners, now)
+        group = self._candidates.group(Wanted(Role.DECODE, request.cost.model, source.kind))
+        found = [
+            state
+            for state in self._some(group, request, excluded, now)
+            if state.ready and handover_between(source.kind, state.kind) is Handover.REFERENCE
+        ]
         return self._loads(found, group, request, now)
 
     def _kept_apart(self, partners: tuple[Instance, ...], now: float) -> frozenset[Instance]:

@@ -294,7 +294,10 @@ class Flow:
         last_answer, prefill = refusals.prefill_lost(event), self._picked[Role.PREFILL]
         if not self._attempts.may_try_again(Role.DECODE, event.reason, prefill):
             return self._compute_without(event.reason, "prefill_failed", last_answer)
-        if not self._computes:
+        if event.reason == events.PREFILL_GONE:
+            # It keeps nothing, and is no suspect.
+            self._kept = b""
+        elif not self._computes:
             self._attempts.suspect(prefill)
         self._last_answer = last_answer
         releases = self._release("decode_failed")

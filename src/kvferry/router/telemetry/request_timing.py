@@ -83,6 +83,10 @@ class RequestTiming:
         return phases_of(max(waited_s - prefill_s, 0.0), prefill_s + overlap_s, self.decode_s - overlap_s, told)
 
     def began(self, role: Role, now: float) -> None:
+        if role is Role.DECODE and Role.PREFILL in self._took_s:
+            # Another decode request for the same prompt: it waits for none of what was computed beside the one before.
+            beside_s = now - self._began_s.get(Role.DECODE, now) if self._is_computing else self._overlap_s
+            self._took_s[Role.PREFILL] += beside_s
         self._began_s[role], self.told = now, {}
         self._took_s.pop(role, None)
         # Nothing that was measured of an earlier try belongs to this one.

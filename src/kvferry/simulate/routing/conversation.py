@@ -43,7 +43,7 @@ class Conversation:
         self._env, self._setting, self._hardware, self._membership = env, setting, hardware, membership
         self._reserved: dict[Role, Reservation] = {}
         self._asked: dict[Role, Upstream] = {}
-        self._computed_s = 0.0
+        self._asked_s, self._is_computed = 0.0, False
 
     def run(self, arrival: Arrival, outcome: Outcome) -> Process:
         """From its arrival to its end."""
@@ -101,6 +101,7 @@ class Conversation:
             self._asked[role].let_go()
         upstream = self._asked[role] = Upstream(self._env, self._arrival, engine, reservation.progress)
         self._outcomes.sends(reservation, is_divided)
+        self._asked_s = float(self._env.now)
         pool.open_requests.began(upstream)
         if not engine.serves:
             upstream.connect_in_vain(self._membership.config.connect_timeout_s)
@@ -119,10 +120,10 @@ class Conversation:
         now, role = float(self._env.now), upstream.instance.role
         if not isinstance(event, Opened):
             self._end(upstream, event)
-        handover_s = now - self._computed_s if isinstance(event, Opened) and self._computed_s else 0.0
+        handover_s = now - self._asked_s if isinstance(event, Opened) and self._is_computed else 0.0
         self._outcomes.hears(event, upstream.headers, handover_s)
         if role is Role.PREFILL:
-            self._computed_s = now if isinstance(event, Answered) else 0.0
+            self._is_computed = isinstance(event, Answered)
             self._release(Role.PREFILL)
         if isinstance(event, Opened):
             self._outcome.first_s, self._outcome.is_recomputed = now, bool(upstream.headers)
