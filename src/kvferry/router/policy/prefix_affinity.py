@@ -30,9 +30,10 @@ class PrefixIndex:
 
     def num_known(self, instance: Instance, prefixes: Sequence[int]) -> int:
         """How many of the prefixes, from the shortest on, it has seen."""
-        names = self._names.get(instance)
-        if not names:
+        # Most have not even seen the shortest.
+        if not prefixes or instance not in self._holders.get(prefixes[0], ()):
             return 0
+        names = self._names[instance]
         return next((i for i, name in enumerate(prefixes) if name not in names), len(prefixes))
 
     def holders(self, prefixes: Sequence[int]) -> Iterable[Instance]:
