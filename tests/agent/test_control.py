@@ -3,6 +3,8 @@
 import secrets
 import select
 import socket
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 
@@ -358,3 +360,24 @@ def test_without_the_librarys_encryption_a_token_is_an_error(channel, monkeypatc
     monkeypatch.setattr(zmq, "has", lambda feature: False)
     with pytest.raises(ConfigurationError, match="has no encryption"):
         channel(OURS)
+
+
+DROPPED = """
+import gc
+from kvferry.agent.control.channel import ControlChannel
+from kvferry.agent.control.shared_token import SharedToken
+
+for token in (SharedToken(), SharedToken(bytes(range(32)))):
+    channel = ControlChannel("127.0.0.1", 0, token)
+    # As in an engine that refers to its agent, which refers to the engine.
+    channel.engine = channel
+    del channel
+    gc.collect()
+print("collected")
+"""
+
+
+def test_a_channel_that_nobody_closes_ends_with_its_owner():
+    """ZeroMQ's context would wait for its sockets, for ever, on whichever thread the collector runs."""
+    done = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout) == (0, "collected\n"), done.stderr

@@ -8,6 +8,7 @@ and both sides prove that they know it (`curve`); without one, the channel stays
 from __future__ import annotations
 
 import errno
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,6 +79,9 @@ class ControlChannel:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOURCES + OTHER_SOCKETS)
         self._poller = Poller()
+        # Also where nobody closes it: a context that is collected before its sockets waits for them for ever.
+        self._end = weakref.finalize(self, _close, self._listener, self._context, self._poller)
+        self._end.atexit = False
         try:
             # ZeroMQ authenticates through this socket, so it exists before the router.
             with short_slices():
@@ -156,9 +160,7 @@ class ControlChannel:
 
     def close(self) -> None:
         """Close all sockets; nothing is sent any more. Safe to call twice."""
-        self._listener.close()
-        self._context.destroy(linger=0)
-        self._poller.close()
+        self._end()
 
     def _connect(self, peer: PeerKey) -> None:
         socket = self._sources[peer] = self._socket(zmq.DEALER, MAX_FRAME_BYTES)
@@ -203,6 +205,13 @@ OPTIONS: Final = {
     zmq.SNDHWM: MAX_QUEUED,
     zmq.RCVHWM: MAX_QUEUED,
 }
+
+
+def _close(listener: LimitedListener, context: zmq.Context[zmq.Socket[bytes]], poller: Poller) -> None:
+    """The poller knows all sockets: as long as it is there they are, and the context can close them."""
+    listener.close()
+    context.destroy(linger=0)
+    poller.close()
 
 
 def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
