@@ -156,7 +156,7 @@ def test_a_device_that_is_found_is_chosen(monkeypatch):
 def test_a_device_that_is_not_here_is_said_to_be_missing(monkeypatch):
     monkeypatch.setattr(command, "accelerators", lambda: (Accelerator("0000:03:00.0", "cuda"),))
     (finding,) = command._missing("rocm")
-    assert (finding.severity, finding.expected) == ("note", "rocm")
+    assert (finding.severity, finding.expected) == ("warning", "rocm")
     assert not [*command._missing("cuda"), *command._missing("cpu")]
 
 

@@ -168,7 +168,7 @@ def test_a_router_that_is_not_there_is_said_to_be_so():
 async def test_an_engine_is_no_router(once):
     async with cluster([], [decode_engine()]) as c:
         options = TopOptions(c.decode[0].url, 2.0, once, as_json=False)
-        with pytest.raises(ConfigurationError, match="no router answers"):
+        with pytest.raises(ConfigurationError, match="it is no router that answers"):
             await asyncio.to_thread(command.top, options, lambda _: None)
 
 

@@ -26,7 +26,7 @@ from kvferry.router.fleet.instance import INSTANCE_BREAKER, InstanceRequest, Ori
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.http.app import create_app
 from kvferry.router.http.status import readiness
-from kvferry.router.policy.records import Instance, Limits, NoInstance, RequestCost, Role, UseInstance
+from kvferry.router.policy.records import Instance, Limits, NoInstance, RequestCost, Role, SkipPrefill, UseInstance
 from kvferry.router.telemetry.metrics import Metrics
 
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
@@ -144,6 +144,23 @@ def test_a_request_goes_where_its_model_is():
     assert taken(pool, Role.PREFILL, D1, task=RequestCost(model="c")) is None
     # Nobody has it: the one that can be paired says so.
     assert taken(pool, Role.DECODE, task=RequestCost(model="z")) == D0
+
+
+def test_a_model_that_nobody_has_is_no_sign_of_missing_prefill_instances():
+    """A client has written a wrong name: nobody is to be woken for it."""
+    pool, _ = pool_of(P0, D0, D1)
+    pool.introduce(P0, EngineInfo("vllm", models=("a",)))
+    pool.introduce(D0, EngineInfo("vllm", models=("a", "b")))
+
+    def prefill_for(model):
+        return pool.reserve(InstanceRequest(Role.PREFILL, RequestCost(model=model), partners=(D0,)))
+
+    # Whoever tells nothing of its models, as here, may have any.
+    assert prefill_for("z") == prefill_for("b") == NoInstance()
+    pool.introduce(D1, EngineInfo("vllm", models=("a",)))
+    assert prefill_for("z") == SkipPrefill("unknown_model")
+    assert prefill_for("b") == NoInstance()
+    assert isinstance(prefill_for("a"), Reservation)
 
 
 def asked(pool, role, task, *partners):

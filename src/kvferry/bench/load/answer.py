@@ -8,6 +8,8 @@ import msgspec
 
 DATA, DONE = b"data:", b"[DONE]"
 # Where the parts of a chat answer have their text.
+# Of an error that a server tells.
+MAX_WORDS = 400
 TEXT_FIELDS = ("content", "reasoning", "reasoning_content")
 
 
@@ -63,7 +65,8 @@ def message_of(body: dict[str, Any]) -> str:
     """The words of an error object, of OpenAI's shape or another."""
     error = body.get("error")
     words = error.get("message") if isinstance(error, dict) else error
-    return str(words or body.get("message") or body.get("detail") or "an error without a message")[:200]
+    found = str(words or body.get("message") or body.get("detail") or "an error without a message")
+    return found if len(found) <= MAX_WORDS else f"{found[:MAX_WORDS]} ..."
 
 
 def refusal(status: int, body: bytes) -> str:

@@ -138,7 +138,7 @@ def _missing(device: str) -> Iterator[Finding]:
     if device in KINDS and device not in {each.kind for each in accelerators()}:
         what = f"this machine has no {device} device; the report describes a machine that has one"
         hint = "omit --device to check the devices of this machine"
-        yield Finding(Severity.NOTE, what, "none on the PCI bus", device, hint)
+        yield Finding(Severity.WARNING, what, "none on the PCI bus", device, hint)
 
 
 def _as_json(report: _Report) -> dict[str, Any]:

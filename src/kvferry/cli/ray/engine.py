@@ -98,7 +98,7 @@ class Engine:
         except (RayError, RayServeException, TimeoutError) as error:
             trouble = str(error) or type(error).__name__
         if trouble and trouble != self._trouble:
-            logger.warning("the router does not know this engine: %s", trouble)
+            logger.warning("could not register with the router: %s", trouble)
         self._trouble = trouble
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +43,7 @@ def simulate_fleet(options: FleetOptions, typed: str) -> None:
     planned = _planned(options.load)
     setting = _setting(options, planned)
     arrivals = arrivals_of(planned, of_kind(setting.incidents, HotPrefix), options.load.seed)
-    # Each instance that goes down, a thousand in a rollout: the figures say it.
-    logging.getLogger("kvferry.router").setLevel(logging.CRITICAL)
-    with console.stderr.status("simulating"):
+    with _router_silent(), console.stderr.status("simulating"):
         if options.find_ratio:
             best, tried = find_ratio(setting, arrivals, _say_tried)
             _print(options, ratio_facts(best, tried) | {"command": typed})
@@ -53,6 +53,18 @@ def simulate_fleet(options: FleetOptions, typed: str) -> None:
     if file is not None:
         console.write_page(file, page(facts))
     _print(options, facts)
+
+
+@contextmanager
+def _router_silent() -> Iterator[None]:
+    """It logs each instance that goes down, a thousand in a rollout: the figures say it."""
+    router = logging.getLogger("kvferry.router")
+    before = router.level
+    router.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        router.setLevel(before)
 
 
 def _print(options: FleetOptions, facts: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from urllib.error import HTTPError
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -61,4 +62,5 @@ def _frame(url: str, before: Reading) -> Frame:
         return Frame(before, reading_of(metrics, time.monotonic()), members)
     except (OSError, ValueError) as error:
         hint = "give the URL of `kvferry route`, such as http://127.0.0.1:8000"
-        raise ConfigurationError(f"no router answers at {url}", found=os_error_text(error), hint=hint) from error
+        what = "it is no router that answers" if isinstance(error, HTTPError) else "no router answers"
+        raise ConfigurationError(f"{what} at {url}", found=os_error_text(error), hint=hint) from error

@@ -90,7 +90,7 @@ class Registrar:
         except (aiohttp.ClientError, OSError) as error:
             trouble = client_error_text(error)
         if trouble and self._trouble.get(router) != trouble:
-            logger.warning("the router at %s does not know this engine: %s", router, trouble)
+            logger.warning("could not register with the router at %s: %s", router, trouble)
         self._trouble[router] = trouble
 
 

@@ -79,6 +79,11 @@ class Queries:
         states = [self._states[one] for one in request.partners if one in self._states and one not in request.excluded]
         return self._loads(states, Group(states), request, now)
 
+    def is_known(self, model: str) -> bool:
+        """Whether a decode instance has this model, as far as they tell; true of all models where there is none."""
+        having, all_of_them = (self._candidates.group(Wanted(Role.DECODE, name)).states for name in (model, None))
+        return bool(having) or not all_of_them
+
     def is_some(self, request: InstanceRequest) -> bool:
         """Whether a policy is told of some of those that might be chosen, and of others if it is asked again."""
         return self._candidates.group(Wanted(request.role)).is_large

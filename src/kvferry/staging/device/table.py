@@ -94,7 +94,7 @@ def check_pair(device: str, buffer_device: str) -> None:
             "unknown device",
             found=device,
             expected=_listed(sorted(known)),
-            hint="kvferry.staging.device.table.register_device registers others",
+            hint="a package can add others: entry points of the group kvferry.devices",
         )
     if buffer_device not in known[device]:
         raise ConfigurationError(
