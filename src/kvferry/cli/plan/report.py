@@ -30,12 +30,14 @@ from kvferry.cli.plan.row_groups import rows_of
 from kvferry.cli.plan.shape import BLOCK_TOKENS, link_of, shape_of
 from kvferry.cli.plan.verdict import prefill_of, verdict_of
 from kvferry.cli.units import format_bytes, format_seconds
-from kvferry.errors import ConfigurationError, LayoutError
+from kvferry.errors import ConfigurationError, LayoutError, TooManyRowsError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import CacheModel, attention
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.strategy.calibration import typical_device
-from kvferry.plan.strategy.request_estimate import quote
+from kvferry.plan.programs.blocks import BlockTables
+from kvferry.plan.programs.request import Ranges
+from kvferry.plan.strategy.calibration import Costs, typical_device
+from kvferry.plan.strategy.request_estimate import Quote, quote
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 MAX_WIDTH = 1000
@@ -96,7 +98,7 @@ def facts_of(options: PlanOptions, entry: Entry) -> dict[str, Any]:
     wanted = TokenRange(options.cached, options.tokens)
     link_bytes_per_s = link_of(options.link)
     costs = typical_device(link_bytes_per_s)
-    quoted = quote((source.layouts, target.layouts), tables, (wanted,) * len(model.groups()), costs)
+    quoted = _quoted((source, target), tables, (wanted,) * len(model.groups()), costs)
     names = ModelNames(model)
     pairs = [pair_facts(pair, names) for pair in quoted.pairs]
     prefill = prefill_of(options.prefill_speed, entry.num_active_parameters, source.shape.num_ranks)
@@ -121,12 +123,23 @@ def facts_of(options: PlanOptions, entry: Entry) -> dict[str, Any]:
     }
 
 
+def _quoted(sides: tuple[Side, Side], tables: tuple[BlockTables, BlockTables], ranges: Ranges, costs: Costs) -> Quote:
+    source, target = sides
+    try:
+        return quote((source.layouts, target.layouts), tables, ranges, costs)
+    except TooManyRowsError as error:
+        hint = "fewer --tokens: prices grow with them. Engines that pack look at one slot after the other"
+        what = "this prompt falls into more rows than kvferry plan looks at one by one"
+        raise ConfigurationError(what, found=error.found, expected=error.expected, hint=hint) from error
+
+
 def _side(name: str, words: str, options: PlanOptions, model: CacheModel, first_address: int) -> Side:
     """An engine whose pool is twice as large as the prompt needs. Raises ConfigurationError, with the side's name."""
     try:
         return _engine(words, options, model, first_address)
     except (ConfigurationError, LayoutError) as error:
-        what = f"{name} {words}: {error.what}"
+        is_layout = error.found == options.layout and "format=" not in words
+        what = f"{'--layout' if is_layout else f'{name} {words}'}: {error.what}"
         raise ConfigurationError(what, found=error.found, expected=error.expected, hint=error.hint) from error
 
 
