@@ -71,6 +71,7 @@ def test_the_table_names_the_incidents_and_what_is_the_scarcest():
     result = simulate("--incident", "rack 1 dies from 8 to 10")
     assert result.exit_code == 0, result.output
     assert "1: before" in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines() if "│" in line) <= 80
     assert "1: rack 1 dies from 8 to 10: " in result.stdout
     assert "scarcest: " in result.stdout
     assert "…" not in result.stdout

@@ -11,21 +11,22 @@ from rich.table import Table
 from kvferry.cli.units import format_seconds
 
 Facts = Mapping[str, Any]
-TIMES = ("ttft\np50", "ttft\np99", "itl\np50", "itl\np99")
-TIMES = ("ttft\np50", "ttft\np99", "itl\np50", "itl\np99")
-COLUMNS = ("requests", "good", "goodput", "failed", "re-\ntried", "decode\nalone", "recom-\nputed", *TIMES)
+ROWS = (
+    *("requests", "good", "goodput", "failed", "retried", "decode alone", "recomputed"),
+    *("ttft p50", "ttft p99", "itl p50", "itl p99"),
+)
 
 
 def show(facts: Facts) -> None:
-    """One table: a row for the run, and three for each incident; then what is scarce."""
+    """One table: a column for the run, and three for each incident; then what is scarce."""
     out = Console(highlight=False, markup=False)
-    table = _table("", *COLUMNS)
-    table.add_row("all", *_cells(facts["figures"]))
+    columns = {"all": facts["figures"]}
     for number, incident in enumerate(facts["incidents"], 1):
-        table.add_section()
-        for name in ("before", "during", "after"):
-            if incident[name]["requests"]:
-                table.add_row(f"{number}: {name}", *_cells(incident[name]))
+        phases = (name for name in ("before", "during", "after") if incident[name]["requests"])
+        columns |= {f"{number}: {name}": incident[name] for name in phases}
+    table = _table("", *columns)
+    for name, *cells in zip(ROWS, *map(_cells, columns.values()), strict=True):
+        table.add_row(name, *cells)
     _print(out, table)
     for line in lines_of(facts):
         out.print(line, soft_wrap=True)
