@@ -20,6 +20,7 @@ from kvferry.router.commands import (
     Release,
     Send,
 )
+from kvferry.router.config import PrefillFallback
 from kvferry.router.events import TOO_LATE, Answered, Began, ClientGone, Ended, Failed, Opened, Path, Picked
 from kvferry.router.flow.attempts import MAX_GONE
 from kvferry.router.flow.engine_response import lost_cache
@@ -212,6 +213,23 @@ def test_an_engine_that_calls_another_one_unreachable_uses_up_the_second_try():
     play(flow, (Picked(P1), [Send(P1, PREFILL_BODY)]), (PREFILLED, [Send(D1, DIVIDED)]))
     assert flow.handle(unreachable)[-1] == Forward()
     assert flow.state is State.DONE
+
+
+def test_why_there_is_nobody_is_told_unless_a_prefill_has_failed():
+    unknown = NoInstance("unknown_model")
+    play(new_flow(), *to_prefilling()[:2], (unknown, [fallback("unknown_model"), Send(D0, RAW)]))
+    gone = (Failed("refused", ""), [failed(Role.PREFILL, "refused"), pick(Role.PREFILL, P0)])
+    play(new_flow(), *to_prefilling(), gone, (unknown, [fallback("prefill_failed"), Send(D0, RAW)]))
+    flow = new_flow()
+    play(flow, *to_prefilling(), (BUSY, [failed(Role.PREFILL, "status_429"), pick(Role.PREFILL, P0)]))
+    assert flow.handle(unknown) == [Forward()]
+
+
+def test_an_unknown_model_is_refused_where_decode_is_not_to_compute():
+    flow = Flow(REQUEST, PrefillFallback.REFUSE)
+    play(flow, *to_prefilling()[:2])
+    counted, refusal = flow.handle(NoInstance("unknown_model"))
+    assert (counted.reason, refusal.status) == ("unknown_model", 503)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])

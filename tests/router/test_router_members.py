@@ -26,7 +26,7 @@ from kvferry.router.fleet.instance import INSTANCE_BREAKER, InstanceRequest, Ori
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.http.app import create_app
 from kvferry.router.http.status import readiness
-from kvferry.router.policy.records import Instance, Limits, NoInstance, RequestCost, Role, SkipPrefill, UseInstance
+from kvferry.router.policy.records import Instance, Limits, NoInstance, RequestCost, Role, UseInstance
 from kvferry.router.telemetry.metrics import Metrics
 
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
@@ -158,8 +158,13 @@ def test_a_model_that_nobody_has_is_no_sign_of_missing_prefill_instances():
     # Whoever tells nothing of its models, as here, may have any.
     assert prefill_for("z") == prefill_for("b") == NoInstance()
     pool.introduce(D1, EngineInfo("vllm", models=("a",)))
-    assert prefill_for("z") == SkipPrefill("unknown_model")
+    assert prefill_for("z") == NoInstance("unknown_model")
     assert prefill_for("b") == NoInstance()
+    # A decode instance that computes nothing would not say so.
+    pool.introduce(D0, EngineInfo("vllm", models=("a",), computes_prompts=False))
+    pool.probed(P0, ProbeResult.DOWN, "")
+    assert prefill_for("z") == NoInstance()
+    pool.probed(P0, ProbeResult.READY, "")
     assert isinstance(prefill_for("a"), Reservation)
 
 

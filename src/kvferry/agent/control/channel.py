@@ -160,7 +160,8 @@ class ControlChannel:
 
     def close(self) -> None:
         """Close all sockets; nothing is sent any more. Safe to call twice."""
-        self._end()
+        self._end.detach()
+        _close(self._listener, self._context, self._poller)
 
     def _connect(self, peer: PeerKey) -> None:
         socket = self._sources[peer] = self._socket(zmq.DEALER, MAX_FRAME_BYTES)

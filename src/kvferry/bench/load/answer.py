@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 DATA, DONE = b"data:", b"[DONE]"
-# Where the parts of a chat answer have their text.
 # Of an error that a server tells.
 MAX_WORDS = 400
+# Where the parts of a chat answer have their text.
 TEXT_FIELDS = ("content", "reasoning", "reasoning_content")
 
 

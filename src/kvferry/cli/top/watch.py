@@ -20,6 +20,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.system import os_error_text
 
 TIMEOUT_S = 5.0
+NOT_FOUND = 404
 
 
 def top(options: TopOptions, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -62,5 +63,6 @@ def _frame(url: str, before: Reading) -> Frame:
         return Frame(before, reading_of(metrics, time.monotonic()), members)
     except (OSError, ValueError) as error:
         hint = "give the URL of `kvferry route`, such as http://127.0.0.1:8000"
-        what = "it is no router that answers" if isinstance(error, HTTPError) else "no router answers"
+        is_other = isinstance(error, HTTPError) and error.code == NOT_FOUND
+        what = "it is no router that answers" if is_other else "no router answers"
         raise ConfigurationError(f"{what} at {url}", found=os_error_text(error), hint=hint) from error

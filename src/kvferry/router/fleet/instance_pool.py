@@ -205,10 +205,8 @@ class InstancePool:
                 break
         if request.role is Role.PREFILL:
             self._last_prefill_query = query
-        is_nobody = isinstance(decision, NoInstance) and request.role is Role.PREFILL
-        if is_nobody and not self._queries.is_known(request.cost.model):
-            # No prefill instance is missing: a decode instance will tell the client what it has.
-            return SkipPrefill("unknown_model")
+        if isinstance(decision, NoInstance) and self._queries.is_of_an_unknown_model(request):
+            return NoInstance("unknown_model")
         if isinstance(decision, SkipPrefill | Overloaded | NoInstance):
             return decision
         if not isinstance(decision, UseInstance):

@@ -10,7 +10,7 @@ from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, Handover, differences, handover_between
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState
 from kvferry.router.policy.prefix_affinity import PrefixIndex
-from kvferry.router.policy.records import Instance, Load, Pair, Role, RoutingQuery
+from kvferry.router.policy.records import Instance, Load, Pair, Role, RoutingQuery, pair_of
 
 
 class Queries:
@@ -77,12 +77,15 @@ class Queries:
     def _partners(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
         """The instance that was chosen before, if it has not left meanwhile."""
         states = [self._states[one] for one in request.partners if one in self._states and one not in request.excluded]
-        return self._loads(states, Group(states), request, now)
+        cost, known = request.cost, self._prefixes.num_known
+        return tuple(state.load(cost, known(state.instance, cost.prefixes), 1, True, now) for state in states)
 
-    def is_known(self, model: str) -> bool:
-        """Whether a decode instance has this model, as far as they tell; true of all models where there is none."""
-        having, all_of_them = (self._candidates.group(Wanted(Role.DECODE, name)).states for name in (model, None))
-        return bool(having) or not all_of_them
+    def is_of_an_unknown_model(self, request: InstanceRequest) -> bool:
+        """Whether the decode instance that was chosen will tell the client that nobody has this model."""
+        kinds = [self._kind(one) for one in request.partners]
+        is_told = request.role is Role.PREFILL and kinds and all(kind.computes_prompts for kind in kinds)
+        model = request.cost.model
+        return bool(is_told) and not any(self._candidates.group(Wanted(role, model)).states for role in Role)
 
     def is_some(self, request: InstanceRequest) -> bool:
         """Whether a policy is told of some of those that might be chosen, and of others if it is asked again."""
@@ -91,13 +94,12 @@ class Queries:
     def _prefill(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
         kinds = [self._kind(one) for one in request.partners]
         partner = kinds[0] if kinds else None
-        excluded = request.excluded | self._kept_apart(request.partners, now)
         group = self._candidates.group(Wanted(Role.PREFILL, request.cost.model, partner))
-        found = self._some(group, request, excluded, now)
+        found = self._some(group, request, now)
         # Who is to answer refuses a model that it does not have better than we could.
         if not found and not all(kind.computes_prompts for kind in kinds):
             group = self._candidates.group(Wanted(Role.PREFILL, None, partner))
-            found = self._some(group, request, excluded, now)
+            found = self._some(group, request, now)
         return self._loads(found, group, request, now)
 
     def _able_to_take(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
@@ -106,31 +108,35 @@ class Queries:
         source = self._states.get(request.partners[0])
         if source is None or not source.healthy:
             return ()
-        excluded = request.excluded | self._kept_apart(request.partners, now)
-        group = self._candidates.group(Wanted(Role.DECODE, request.cost.model, source.kind))
-        found = [
-            state
-            for state in self._some(group, request, excluded, now)
-            if state.ready and handover_between(source.kind, state.kind) is Handover.REFERENCE
-        ]
+        kind = source.kind
+
+        def is_able(state: InstanceState) -> bool:
+            return state.ready and handover_between(kind, state.kind) is Handover.REFERENCE
+
+        group = self._candidates.group(Wanted(Role.DECODE, request.cost.model, kind))
+        found = list(filter(is_able, self._some(group, request, now)))
+        if not found and group.is_large:
+            found = list(filter(is_able, self._free(group.states, request, now)))
         return self._loads(found, group, request, now)
 
-    def _kept_apart(self, partners: tuple[Instance, ...], now: float) -> frozenset[Instance]:
-        """Who is not to work with one of these, after what has happened between the two."""
-        broken = [pair for pair in self._pairs.not_closed(now) if not self._pairs.may_begin(pair, now)]
-        both_ways = (ways for pair in broken for ways in (pair, pair[::-1]))
-        return frozenset(other for one, other in both_ways if one in partners)
+    def _free(self, states: Sequence[InstanceState], request: InstanceRequest, now: float) -> list[InstanceState]:
+        """Those that are not excluded, and may work with the request's partners after what has happened so far."""
+        excluded, pairs = request.excluded, self._pairs
+        found = [state for state in states if state.instance not in excluded] if excluded else list(states)
+        for partner in request.partners if len(pairs) else ():
+            found = [state for state in found if pairs.may_begin(pair_of(state.instance, partner), now)]
+        return found
 
     def _decode(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
         model: str | None = request.cost.model
         group = self._candidates.group(Wanted(Role.DECODE, model))
-        found = self._some(group, request, request.excluded, now)
+        found = self._some(group, request, now)
         if not found:
             model, group = None, self._candidates.group(Wanted(Role.DECODE))
-            found = self._some(group, request, request.excluded, now)
+            found = self._some(group, request, now)
         if request.alone or not request.cost.is_divisible:
             computing = self._candidates.group(Wanted(Role.DECODE, model, computes=True))
-            able = self._some(computing, request, request.excluded, now)
+            able = self._some(computing, request, now)
             if request.cost.is_divisible:
                 # Another one can serve it as well, with a partner. What only these can serve waits for one that is
                 # down.
@@ -140,19 +146,16 @@ class Queries:
             return self._loads(found, group, request, now)
         num_partners = self._num_partners(found, request, now)
         if len(found) < len(group.states) and not any(num_partners.values()):
-            found = [state for state in group.states if state.instance not in request.excluded]
+            found = self._free(group.states, request, now)
             num_partners = self._num_partners(found, request, now)
         return self._loads(found, group, request, now, num_partners)
 
-    def _some(
-        self, group: Group, request: InstanceRequest, excluded: Collection[Instance], now: float
-    ) -> list[InstanceState]:
+    def _some(self, group: Group, request: InstanceRequest, now: float) -> list[InstanceState]:
         """Those of a group that may be chosen; all of them where some would not do."""
-        offered = group.offered(request.cost.prefixes, self._draw)
-        found = [state for state in offered if state.instance not in excluded]
+        found = self._free(group.offered(request.cost.prefixes, self._draw), request, now)
         if not group.is_large or any(state.ready and state.can_serve(now) for state in found):
             return found
-        return [state for state in group.states if state.instance not in excluded]
+        return self._free(group.states, request, now)
 
     def _num_partners(
         self, states: Sequence[InstanceState], request: InstanceRequest, now: float
@@ -168,7 +171,7 @@ class Queries:
 
     def _ready_for(self, kind: EngineInfo, request: InstanceRequest, now: float) -> set[Instance]:
         group = self._candidates.group(Wanted(Role.PREFILL, None, kind))
-        found = self._some(group, request, (), now)
+        found = self._some(group, InstanceRequest(Role.PREFILL, request.cost), now)
         return {state.instance for state in found if state.ready and state.can_serve(now)}
 
     def _loads(

@@ -136,7 +136,7 @@ class Flow:
         if self._attempts.acquit(Role.PREFILL):
             return self._pick(Role.PREFILL)
         failed = any(instance.role is Role.PREFILL for instance in self._attempts.failed)
-        return self._decode_alone("prefill_failed" if failed else "no_prefill_instance")
+        return self._decode_alone("prefill_failed" if failed else event.reason or "no_prefill_instance")
 
     def skip_prefill(self, event: SkipPrefill) -> list[Command]:
         if self._refuses and event.reason in refusals.FOR_WANT_OF_PREFILL:
@@ -292,12 +292,13 @@ class Flow:
     def _lose_promise(self, event: events.Failed) -> list[Command]:
         """P has failed beside D, and D's request was ended by us."""
         last_answer, prefill = refusals.prefill_lost(event), self._picked[Role.PREFILL]
-        if not self._attempts.may_try_again(Role.DECODE, event.reason, prefill):
-            return self._compute_without(event.reason, "prefill_failed", last_answer)
-        if event.reason == events.PREFILL_GONE:
+        is_gone = event.reason == events.PREFILL_GONE
+        if is_gone:
             # It keeps nothing, and is no suspect.
             self._kept = b""
-        elif not self._computes:
+        if not self._attempts.may_try_again(Role.DECODE, event.reason, prefill):
+            return self._compute_without(event.reason, "prefill_failed", last_answer)
+        if not self._computes and not is_gone:
             self._attempts.suspect(prefill)
         self._last_answer = last_answer
         releases = self._release("decode_failed")

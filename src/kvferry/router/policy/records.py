@@ -146,7 +146,9 @@ class Overloaded:
 
 @dataclass(frozen=True, slots=True)
 class NoInstance:
-    """No instance can take it."""
+    """No instance can take it. `reason` is a stable label, where there is a better one than that."""
+
+    reason: str = ""
 
 
 Decision = UseInstance | SkipPrefill | Overloaded | NoInstance
