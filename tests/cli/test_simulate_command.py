@@ -1,6 +1,7 @@
 """`kvferry simulate fleet` as a user types it."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -75,8 +76,9 @@ def test_the_table_names_the_incidents_and_what_is_the_scarcest():
     assert "1: rack 1 dies from 8 to 10: " in result.stdout
     assert "scarcest: " in result.stdout
     assert "…" not in result.stdout
-    # The log of what the router found out about each instance would bury it.
+    # The log of what the router found out about each instance would bury it; others of this process may want it.
     assert result.stderr == ""
+    assert logging.getLogger("kvferry.router").level == logging.NOTSET
 
 
 def test_the_ratio_that_is_found_is_among_those_that_were_tried():

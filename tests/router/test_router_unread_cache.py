@@ -15,6 +15,7 @@ from test_router_release import PARAMS, released, to_decoding
 
 from kvferry.router.commands import Cancel, Count, Counted, Pick, Refuse, Relay, Send
 from kvferry.router.events import ClientGone, Failed, Opened, Picked
+from kvferry.router.fleet.candidates import MAX_OFFERED
 from kvferry.router.fleet.engine_info import EngineInfo, differences
 from kvferry.router.fleet.instance import Origin, ProbeResult
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER
@@ -144,6 +145,15 @@ def test_a_cache_that_is_referred_to_is_for_nobody_who_would_meet_in_a_room():
     assert differences(OURS, SGLANG) == ()
     assert {taken(pool, Role.DECODE, P0) for _ in range(4)} == {D1}
     assert {taken(pool, Role.DECODE) for _ in range(4)} == {D0, D1}
+
+
+def test_the_only_one_of_very_many_that_can_read_a_cache_is_found():
+    """A policy is offered some of them, and most of those would meet in a room."""
+    many = [Instance(f"http://many{number}", Role.DECODE) for number in range(10 * MAX_OFFERED)]
+    pool, _ = pool_of(P0, *many)
+    for instance in (P0, *many):
+        pool.introduce(instance, OURS if instance in (P0, many[300]) else SGLANG)
+    assert {taken(pool, Role.DECODE, P0) for _ in range(4)} == {many[300]}
 
 
 def test_an_instance_that_wants_no_requests_is_not_given_one_for_the_sake_of_a_cache():
