@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.bench.load.answer import Answer
+from kvferry.bench.load.answer import MAX_WORDS, Answer, message_of
 from kvferry.bench.load.workload import (
     Lengths,
     Piece,
@@ -269,3 +269,8 @@ def test_pages_need_nothing_else_and_escape_their_title(some):
     assert "<script" not in drawn
     assert "http" not in drawn
     assert drawn.count("<svg") == 7
+
+
+def test_a_long_error_is_seen_to_go_on():
+    assert message_of({"error": {"message": "x" * MAX_WORDS}}) == "x" * MAX_WORDS
+    assert message_of({"message": "x" * (MAX_WORDS + 1)}) == "x" * MAX_WORDS + " ..."
