@@ -14,10 +14,12 @@ import pytest
 import uvicorn
 from aiohttp import web
 
+from kvferry.http.request_fields import Endpoint
 from kvferry.router.config import RouterConfig
 from kvferry.router.flow import dispatcher
 from kvferry.router.flow.upstream_request import UpstreamRequest
 from kvferry.router.http.app import create_app
+from kvferry.router.http.tokenize import TokenizerPath
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 
 DEADLINE_S = 30.0
@@ -97,10 +99,8 @@ class Engine:
 
     async def start(self, port: int = 0) -> None:
         app = web.Application(client_max_size=2**28)
-        app.router.add_post("/v1/completions", self.generate)
-        app.router.add_post("/v1/chat/completions", self.generate)
-        app.router.add_post("/tokenize", self.generate)
-        app.router.add_post("/detokenize", self.generate)
+        for path in (*Endpoint, *TokenizerPath):
+            app.router.add_post(path, self.generate)
         app.router.add_get("/health", self.health)
         app.router.add_get("/ready", self.ready)
         app.router.add_get("/kvferry/info", self.who)
@@ -340,9 +340,9 @@ def record_limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     given = []
 
     class Recording(UpstreamRequest):
-        def __init__(self, services, reservation, trace, outgoing, timeouts):
+        def __init__(self, services, reservation, trace, outgoing, timeouts, usage):
             given.append(timeouts.limit_s)
-            super().__init__(services, reservation, trace, outgoing, timeouts)
+            super().__init__(services, reservation, trace, outgoing, timeouts, usage)
 
     monkeypatch.setattr(dispatcher, "UpstreamRequest", Recording)
     return given

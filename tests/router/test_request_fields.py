@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from anthropic.types import message_create_params as messages
 from engine_server import is_installed
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
+from openai.types.responses import response_create_params as responses
 
 from kvferry.http.disaggregation import DECISIVE, decode_only_reason, needs_prompt_logits
 from kvferry.http.request_fields import FIELDS, OF_ENDPOINT, Api, Endpoint, InPrefill, dropped, fields_of
@@ -17,7 +19,10 @@ ROWS = [(endpoint, field) for endpoint in Endpoint for field in fields_of(endpoi
 PLAIN = {
     Endpoint.COMPLETIONS: {"prompt": "a"},
     Endpoint.CHAT: {"messages": [{"role": "user", "content": "a"}]},
+    Endpoint.RESPONSES: {"input": "a"},
+    Endpoint.MESSAGES: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9},
 }
+OLDER = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 # Values that the router reads have a type; of all others it passes on what came.
 VALUES = {
     "prompt": "a",
@@ -28,9 +33,13 @@ VALUES = {
     "n": 1,
     "best_of": 1,
     "stream": True,
+    "input": [{"role": "user", "content": "b"}],
+    "max_output_tokens": 7,
+    "background": False,
 }
 FORBIDDEN = {"kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
 CHANGED = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "kv_transfer_params": REMOTE_DECODE}
+CHANGED |= {"max_output_tokens": 1, "store": False}
 
 
 def prefilled(endpoint: Endpoint, **extra: object) -> dict:
@@ -68,8 +77,10 @@ def test_no_endpoint_has_two_rows_for_a_field(endpoint):
 @pytest.mark.parametrize(
     ("endpoint", "name"),
     [
-        *((endpoint, name) for endpoint in Endpoint for name in ("min_tokens", "stop", "stream_options", "logprobs")),
-        *((endpoint, name) for endpoint in Endpoint for name in ("structured_outputs", "guided_json", "ignore_eos")),
+        *((endpoint, name) for endpoint in OLDER for name in ("min_tokens", "stop", "stream_options", "logprobs")),
+        *((endpoint, name) for endpoint in OLDER for name in ("structured_outputs", "guided_json", "ignore_eos")),
+        *((Endpoint.RESPONSES, name) for name in ("stop", "structured_outputs", "include", "ignore_eos")),
+        (Endpoint.MESSAGES, "stop_sequences"),
         (Endpoint.COMPLETIONS, "response_format"),
         (Endpoint.COMPLETIONS, "echo"),
         (Endpoint.CHAT, "top_logprobs"),
@@ -90,7 +101,17 @@ def test_what_may_change_the_prompt_of_a_chat_or_its_turn_is_asked_of_prefill(na
     assert name not in dropped(Endpoint.CHAT)
 
 
-COMPLETION, CHAT = Endpoint.COMPLETIONS, Endpoint.CHAT
+@pytest.mark.parametrize("name", ["instructions", "tools", "text", "reasoning", "chat_template_kwargs", "cache_salt"])
+def test_what_may_change_the_prompt_of_a_response_is_asked_of_prefill(name):
+    assert name not in dropped(Endpoint.RESPONSES)
+
+
+@pytest.mark.parametrize("name", ["system", "tools", "tool_choice", "thinking", "output_config", "cache_salt"])
+def test_what_may_change_the_prompt_of_a_message_is_asked_of_prefill(name):
+    assert name not in dropped(Endpoint.MESSAGES)
+
+
+COMPLETION, CHAT, RESPONSE = Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES
 
 
 @pytest.mark.parametrize(
@@ -122,6 +143,14 @@ COMPLETION, CHAT = Endpoint.COMPLETIONS, Endpoint.CHAT
         (CHAT, {"echo": False, "prompt_logprobs": None}, ""),
         (CHAT, {"truncate_prompt_tokens": 9}, ""),
         (CHAT, {"session_params": None, "return_hidden_states": False}, ""),
+        (RESPONSE, {"previous_response_id": "resp_1"}, "engine_session"),
+        (RESPONSE, {"conversation": "c"}, "engine_session"),
+        (RESPONSE, {"truncation": "auto"}, "truncated_prompt"),
+        (RESPONSE, {"tools": [{"type": "function", "name": "f"}, {"type": "mcp"}]}, "engine_tools"),
+        (RESPONSE, {"tools": [{"type": "code_interpreter"}]}, "engine_tools"),
+        (RESPONSE, {"tools": [{"type": "function", "name": "f"}, {"type": "web_search"}, "odd"]}, ""),
+        (RESPONSE, {"tools": None, "truncation": "disabled", "previous_response_id": None}, ""),
+        (Endpoint.MESSAGES, {"tools": [{"name": "f"}, {"type": "mcp"}]}, ""),
     ],
 )
 def test_what_one_prefill_cannot_stand_for(endpoint, extra, label):
@@ -131,7 +160,8 @@ def test_what_one_prefill_cannot_stand_for(endpoint, extra, label):
 
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_every_label_of_the_table_can_be_reached(endpoint):
-    asking = {"n": 2, "best_of": 2, "prompt": ["a", "b"], "prompt_embeds": ["a", "b"], "truncate_prompt_tokens": -1}
+    asking = {"truncation": "auto", "tools": [{"type": "mcp"}]}
+    asking |= {"n": 2, "best_of": 2, "prompt": ["a", "b"], "prompt_embeds": ["a", "b"], "truncate_prompt_tokens": -1}
     for name, label in DECISIVE[endpoint].items():
         asked = {name: asking.get(name, True)} | ({"echo": True, "logprobs": 1} if name in ("echo", "logprobs") else {})
         assert decode_only_reason(endpoint, asked) == label
@@ -149,11 +179,19 @@ def of_api(api: Api) -> set[str]:
 def test_the_columns_of_openai_are_its_clients():
     assert of_api(Api.OPENAI_COMPLETIONS) == {*completions.CompletionCreateParamsBase.__annotations__, "stream"}
     assert of_api(Api.OPENAI_CHAT) == {*chat.CompletionCreateParamsBase.__annotations__, "stream"}
+    assert of_api(Api.OPENAI_RESPONSES) == {*responses.ResponseCreateParamsBase.__annotations__, "stream"}
+
+
+def test_the_column_of_anthropic_is_its_clients():
+    assert of_api(Api.ANTHROPIC_MESSAGES) == {*messages.MessageCreateParamsBase.__annotations__, "stream"}
 
 
 @pytest.mark.skipif(not is_installed("sglang"), reason="sglang is not installed")
 def test_the_columns_of_sglang_are_its_request_classes():
-    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+    from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 
     assert of_api(Api.SGLANG_COMPLETIONS) == set(CompletionRequest.model_fields)
     assert of_api(Api.SGLANG_CHAT) == set(ChatCompletionRequest.model_fields)
+    assert of_api(Api.SGLANG_RESPONSES) == set(ResponsesRequest.model_fields)
+    assert of_api(Api.SGLANG_MESSAGES) == set(AnthropicMessagesRequest.model_fields)

@@ -15,6 +15,7 @@ from kvferry.errors import RequestError
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Promised
 from kvferry.router.fleet.instance import INSTANCE_BREAKER, OpenRequests
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
+from kvferry.router.flow.usage import CHAT
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import decode_headers, timeout_of
 from kvferry.router.telemetry.tracing import UpstreamTrace
@@ -73,7 +74,7 @@ def test_a_request_for_which_there_is_no_time_is_not_sent():
     outgoing = HttpRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
     # Without a pool of connections, nothing can be sent.
     upstream = UpstreamRequest(
-        SimpleNamespace(), SimpleNamespace(), UpstreamTrace(), outgoing, Timeouts(1.0, time.monotonic())
+        SimpleNamespace(), SimpleNamespace(), UpstreamTrace(), outgoing, Timeouts(1.0, time.monotonic()), CHAT
     )
     assert asyncio.run(upstream.ask()).reason == TOO_LATE
 
@@ -84,7 +85,7 @@ async def test_an_answer_that_comes_when_it_is_given_up_is_no_broken_one():
     reservation = SimpleNamespace(instance=Instance("http://127.0.0.1:1", Role.PREFILL))
     outgoing = HttpRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
     timeouts = Timeouts(10.0, time.monotonic() + 10.0)
-    upstream = UpstreamRequest(SimpleNamespace(pool=pool), reservation, UpstreamTrace(), outgoing, timeouts)
+    upstream = UpstreamRequest(SimpleNamespace(pool=pool), reservation, UpstreamTrace(), outgoing, timeouts, CHAT)
 
     async def promised():
         upstream.give_up(INSTANCE_DOWN)

@@ -42,6 +42,7 @@ from kvferry.router.flow.engine_response import promised_cache, stream_failure
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.state_machine import Flow
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
+from kvferry.router.flow.usage import CHAT
 from kvferry.router.policy.records import NO_COST, Role
 from kvferry.router.request.client_request import decode_body, prefill_body
 from kvferry.router.request.request_kind import kind_of
@@ -547,7 +548,9 @@ def test_the_first_event_is_found_wherever_it_is_cut(cut):
         return pieces.pop(0)
 
     outgoing = HttpRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
-    upstream = UpstreamRequest(SimpleNamespace(), SimpleNamespace(), UpstreamTrace(), outgoing, Timeouts(1.0, 1.0))
+    upstream = UpstreamRequest(
+        SimpleNamespace(), SimpleNamespace(), UpstreamTrace(), outgoing, Timeouts(1.0, 1.0), CHAT
+    )
     assert asyncio.run(upstream._first_event(SimpleNamespace(piece=piece))) == PROMISE
 
 

@@ -59,6 +59,7 @@ from kvferry.router.flow.attempts import MAX_GONE
 from kvferry.router.flow.refusals import pair_failed
 from kvferry.router.flow.state_machine import Flow, State
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
+from kvferry.router.flow.usage import CHAT
 from kvferry.router.policy.prefill_threshold import skip
 from kvferry.router.policy.records import (
     Instance,
@@ -579,6 +580,7 @@ async def test_a_request_that_is_left_before_it_has_begun_is_not_sent():
         UpstreamTrace(),
         HttpRequest("POST", P0.url, "/v1/completions", [], b"{}"),
         Timeouts(1.0, math.inf),
+        CHAT,
     )
     closed.close()
     assert await closed.run() == Failed(NOT_WANTED, MESSAGES[NOT_WANTED])

@@ -19,15 +19,7 @@ from router_harness import (
     streaming,
 )
 
-from kvferry.router.flow.usage import (
-    MAX_EVENT_BYTES,
-    UsageEvents,
-    before_final_usage,
-    cached_tokens_of,
-    cached_tokens_of_stream,
-    with_cached_tokens,
-    with_cached_tokens_in_events,
-)
+from kvferry.router.flow.usage import CHAT, MAX_EVENT_BYTES, MESSAGES, RESPONSES, UsageEvents
 
 
 def usage_of(cached, **extra) -> dict:
@@ -104,7 +96,7 @@ async def test_a_compressed_answer_is_left_alone():
 
 def test_all_other_bytes_of_an_answer_stay_as_they_are():
     body = b'{"a": 1.10, "text": "\\"usage\\": {\\"prompt_tokens\\": 1}", "usage": {"prompt_tokens": 3} , "z":[ ] }'
-    changed = with_cached_tokens(body, 2)
+    changed = CHAT.with_cached_tokens(body, 2)
     usage = b'{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2}}'
     assert changed == body.replace(b'{"prompt_tokens": 3}', usage)
 
@@ -113,19 +105,19 @@ def test_all_other_bytes_of_an_answer_stay_as_they_are():
     "body", [b"", b"{", b'{"usage": 5, "prompt_tokens": 1}', b'["prompt_tokens"]', b'{"usage": {"prompt_tokens": 1}}']
 )
 def test_what_tells_nothing_stays_as_it_is(body):
-    assert with_cached_tokens(body, None) == body
-    assert cached_tokens_of(body) is None
+    assert CHAT.with_cached_tokens(body, None) == body
+    assert CHAT.cached_tokens_of(body) is None
 
 
 @pytest.mark.parametrize("details", ["null", "5", "{}", '{"cached_tokens": true}', '{"cached_tokens": -1}'])
 def test_a_figure_that_makes_no_sense_is_none(details):
-    assert cached_tokens_of(b'{"usage": {"prompt_tokens_details": %s}}' % details.encode()) is None
+    assert CHAT.cached_tokens_of(b'{"usage": {"prompt_tokens_details": %s}}' % details.encode()) is None
 
 
 def test_the_figure_of_a_stream_is_in_one_of_its_events():
     events = frame(chat_chunk("x")) + frame(chat_chunk("", usage=usage_of(7))) + DONE
-    assert cached_tokens_of_stream(events) == 7
-    assert cached_tokens_of_stream(frame(chat_chunk("x"))) is None
+    assert CHAT.cached_tokens_of_stream(events) == 7
+    assert CHAT.cached_tokens_of_stream(frame(chat_chunk("x"))) is None
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -133,7 +125,7 @@ def test_events_are_whole_however_they_come(size):
     whole = frame(chat_chunk("one", usage=None)) + frame(chat_chunk("", usage=usage_of(8))) + b"data: [DONE]\n\n: tail"
     events, passed = UsageEvents(), b""
     for start in range(0, len(whole), size):
-        passed += with_cached_tokens_in_events(events.feed(whole[start : start + size]), 4)
+        passed += CHAT.with_cached_tokens_in_events(events.feed(whole[start : start + size]), 4)
     passed += events.rest()
     first, last, done, tail = passed.split(b"\n\n")
     assert first + b"\n\n" == frame(chat_chunk("one", usage=None))
@@ -159,7 +151,65 @@ def test_an_event_without_an_end_is_not_kept_for_ever():
 )
 def test_a_usage_that_comes_with_a_token_is_not_the_final_one(num_before, last):
     events = [frame(chat_chunk("one", usage=usage_of(8))), frame(chat_chunk("two")), frame(last)]
-    assert before_final_usage(b"".join(events)) == len(b"".join(events[:num_before]))
+    assert CHAT.before_final_usage(b"".join(events)) == len(b"".join(events[:num_before]))
+
+
+def event(kind: str, **fields) -> bytes:
+    """As both of these APIs name it twice."""
+    return f"event: {kind}\ndata: ".encode() + json.dumps({"type": kind, **fields}).encode() + b"\n\n"
+
+
+def of_response(cached) -> dict:
+    return {"input_tokens": 9, "input_tokens_details": cached and {"cached_tokens": cached}, "output_tokens": 2}
+
+
+def of_messages(counted, **more) -> dict:
+    return {"input_tokens": counted, "output_tokens": 2, **more}
+
+
+@pytest.mark.parametrize(
+    ("usage", "cached", "expected"),
+    [
+        (of_messages(1, cache_read_input_tokens=8), 4, of_messages(5, cache_read_input_tokens=4)),
+        (of_messages(1, cache_read_input_tokens=8), 0, of_messages(9, cache_read_input_tokens=0)),
+        (of_messages(1, cache_read_input_tokens=8), None, of_messages(9)),
+        (of_messages(9), 4, of_messages(5, cache_read_input_tokens=4)),
+        (of_messages(9), None, of_messages(9)),
+        (of_messages(3), 5, of_messages(0, cache_read_input_tokens=3)),
+        (of_messages(None, cache_read_input_tokens=8), 4, of_messages(None, cache_read_input_tokens=8)),
+        (of_messages(1, cache_read_input_tokens="8"), 4, of_messages(1, cache_read_input_tokens="8")),
+    ],
+)
+def test_what_was_cached_of_a_message_is_not_counted_twice(usage, cached, expected):
+    body = json.dumps({"type": "message", "usage": usage}).encode()
+    assert json.loads(MESSAGES.with_cached_tokens(body, cached))["usage"] == expected
+
+
+def test_the_figure_of_a_message_is_in_the_events_that_have_a_usage():
+    start = event("message_start", message={"id": "m", "usage": of_messages(1, cache_read_input_tokens=8)})
+    text = event("content_block_delta", delta={"type": "text_delta", "text": '{"input_tokens": 1}'})
+    delta = event("message_delta", delta={}, usage=of_messages(1, cache_read_input_tokens=8))
+    changed = MESSAGES.with_cached_tokens_in_events(start + text + delta, 4).split(b"\n\n")
+    head, data = changed[0].split(b"\ndata: ")
+    assert head == b"event: message_start"
+    assert json.loads(data)["message"]["usage"] == of_messages(5, cache_read_input_tokens=4)
+    assert changed[1] + b"\n\n" == text
+    assert json.loads(changed[2].split(b"data: ")[1])["usage"] == of_messages(5, cache_read_input_tokens=4)
+    assert MESSAGES.before_final_usage(start + text + delta) == len(start + text)
+    assert MESSAGES.cached_tokens_of_stream(start + text) == 8
+    assert MESSAGES.cached_tokens_of(json.dumps({"usage": of_messages(9)}).encode()) is None
+
+
+def test_the_figure_of_a_response_is_in_its_last_event():
+    created = event("response.created", response={"usage": None})
+    done = event("response.completed", response={"output": [], "usage": of_response(8)})
+    changed = RESPONSES.with_cached_tokens_in_events(created + done, 4)
+    assert changed.startswith(created)
+    assert json.loads(changed.split(b"data: ")[2])["response"]["usage"] == of_response(4)
+    assert RESPONSES.before_final_usage(created + done) == len(created)
+    whole = json.dumps({"object": "response", "usage": of_response(8)}).encode()
+    assert RESPONSES.cached_tokens_of(whole) == 8
+    assert json.loads(RESPONSES.with_cached_tokens(whole, None))["usage"] == of_response(None)
 
 
 async def test_only_streams_have_a_time_between_tokens():

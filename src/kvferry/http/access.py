@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.errors import ConfigurationError
+from kvferry.http.anthropic import error_for
 from kvferry.http.openai import INVALID_REQUEST, error_body
 from kvferry.http.request_ids import NAME, id_of_refusal
 
@@ -23,6 +24,8 @@ SHOWN_HEADERS = (
     *("x-kvferry-path", "x-kvferry-reason", "x-kvferry-cache", "x-kvferry-cache-reason"),
 )
 AUTHORIZATION, SCHEME = b"authorization", b"bearer "
+# Clients of Anthropic's API show their key in this one.
+API_KEY = b"x-api-key"
 UNAUTHORIZED, INVALID_KEY = 401, "invalid_api_key"
 
 OnUnauthorized = Callable[[Scope, str], None]
@@ -91,10 +94,11 @@ class _ApiKeys:
             if not self._is_known(key):
                 request_id = id_of_refusal(scope["headers"])
                 self._on_unauthorized(scope, request_id)
-                await _refusal(request_id, was_shown=bool(key))(scope, receive, send)
+                await _refusal(scope["path"], request_id, was_shown=bool(key))(scope, receive, send)
                 return
             # A router forwards headers to engines, which must not learn the key of its clients.
-            scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != AUTHORIZATION]}
+            kept = [pair for pair in scope["headers"] if pair[0] not in (AUTHORIZATION, API_KEY)]
+            scope = {**scope, "headers": kept}
         await self._app(scope, receive, send)
 
     def _is_known(self, key: bytes) -> bool:
@@ -108,8 +112,11 @@ def _is_guarded(path: str) -> bool:
 
 
 def _shown_key(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Empty where none is shown, or several are."""
-    values = [value for name, value in headers if name == AUTHORIZATION]
+    """Empty where none is shown, or several are. Anthropic's header counts where there is no other."""
+    shown = {name: [value for key, value in headers if key == name] for name in (AUTHORIZATION, API_KEY)}
+    if not shown[AUTHORIZATION]:
+        return shown[API_KEY][0].strip() if len(shown[API_KEY]) == 1 else b""
+    values = shown[AUTHORIZATION]
     is_bearer = len(values) == 1 and values[0][: len(SCHEME)].lower() == SCHEME
     return values[0][len(SCHEME) :].strip() if is_bearer else b""
 
@@ -118,7 +125,8 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _refusal(request_id: str, was_shown: bool) -> JSONResponse:
+def _refusal(path: str, request_id: str, was_shown: bool) -> JSONResponse:
     message = "the API key is not valid" if was_shown else "an API key is needed: Authorization: Bearer KEY"
     headers = {"www-authenticate": "Bearer", NAME.decode(): request_id}
-    return JSONResponse(error_body(message, INVALID_REQUEST, INVALID_KEY, None), UNAUTHORIZED, headers)
+    body = error_for(path, error_body(message, INVALID_REQUEST, INVALID_KEY, None))
+    return JSONResponse(body, UNAUTHORIZED, headers)

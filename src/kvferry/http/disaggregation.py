@@ -60,12 +60,27 @@ def _depends_on_length(value: object) -> bool:
     return isinstance(value, int) and value < 0
 
 
+def _runs_in_engine(value: object) -> bool:
+    """Tools that an engine runs by itself: it then goes on with a prompt that nobody has prefilled."""
+    tools = value if isinstance(value, list) else []
+    return any(isinstance(tool, dict) and tool.get("type") in ENGINE_TOOLS for tool in tools)
+
+
+def _cuts(value: object) -> bool:
+    """What `auto` leaves out depends on `max_output_tokens`, which is another one in the prefill request."""
+    return value == "auto"
+
+
+# Of vLLM 0.32 and SGLang 0.5.23. Others, such as functions, are for the client to run.
+ENGINE_TOOLS = ("code_interpreter", "container", "mcp", "web_search_preview")
 CONDITIONS: Mapping[str, Callable[[object], bool]] = {
     "n": _is_several,
     "best_of": _is_several,
     "prompt": _are_several_prompts,
     "prompt_embeds": _are_several_prompts,
     "truncate_prompt_tokens": _depends_on_length,
+    "truncation": _cuts,
+    "tools": _runs_in_engine,
 }
 # They decide together.
 FOR_PROMPT_LOGITS = frozenset(("prompt_logprobs", "echo", "logprobs"))

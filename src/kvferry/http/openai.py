@@ -84,11 +84,13 @@ def sse(data: dict[str, Any]) -> bytes:
 
 
 def error_event(message: str, code: str | None, reason: str = "") -> bytes:
-    """The last frame of a broken stream. No `[DONE]` follows it, so nobody takes half for whole.
+    """The last frame of a broken stream. No `[DONE]` follows it, so nobody takes half for whole."""
+    return sse(stream_error(message, code, reason))
 
-    `reason` is the label of the counter that moved, if there is one besides `code`.
-    """
+
+def stream_error(message: str, code: str | None, reason: str = "") -> dict[str, Any]:
+    """What ends a stream. `reason` is the label of the counter that moved, if there is one besides `code`."""
     body = error_body(message, SERVER_ERROR, code, None)
     if reason:
         body["error"]["reason"] = reason
-    return sse(body)
+    return body

@@ -1,4 +1,4 @@
-"""What a prefill request does with each field of a chat or completion request: one table, pure.
+"""What a prefill request does with each field of a request that generates: one table, pure.
 
 A prefill request asks an engine for the cache of a prompt and for one token, which nobody reads: the decode engine
 computes the prompt's last token again and writes the whole answer. So it keeps what decides the prompt, the choice of
@@ -7,7 +7,8 @@ thrown away. A field that is in no row is kept: an engine may use it for the pro
 more than a field too many. `kvferry.http.disaggregation` says when a field with a label forbids a prefill request.
 The value of a field that is changed is set where the request is made: `kvferry.router.request.client_request`.
 
-The columns are the request classes of vLLM 0.32, of SGLang 0.5.23, and of OpenAI's client; tests compare them.
+The columns are the request classes of vLLM 0.32, of SGLang 0.5.23, and of OpenAI's and Anthropic's clients; tests
+compare them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class Endpoint(StrEnum):
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
 
 
 class Api(Flag):
@@ -34,6 +37,12 @@ class Api(Flag):
     OPENAI_COMPLETIONS = auto()
     OPENAI_CHAT = auto()
     OLDER = auto()
+    VLLM_RESPONSES = auto()
+    SGLANG_RESPONSES = auto()
+    OPENAI_RESPONSES = auto()
+    VLLM_MESSAGES = auto()
+    SGLANG_MESSAGES = auto()
+    ANTHROPIC_MESSAGES = auto()
 
 
 class InPrefill(StrEnum):
@@ -52,6 +61,7 @@ class DecodeOnlyReason(StrEnum):
     PROMPT_OUTPUTS = "prompt_outputs"
     TRUNCATED_PROMPT = "truncated_prompt"
     ENGINE_SESSION = "engine_session"
+    ENGINE_TOOLS = "engine_tools"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,15 @@ OC, OT = Api.OPENAI_COMPLETIONS, Api.OPENAI_CHAT
 VLLM, SGLANG, OPENAI = VC | VT, SC | ST, OC | OT
 ENGINES, CHAT = VLLM | SGLANG, VT | ST | OT
 EVERY = ENGINES | OPENAI
-OF_ENDPOINT = {Endpoint.COMPLETIONS: VC | SC | OC | Api.OLDER, Endpoint.CHAT: CHAT | Api.OLDER}
+VR, SR, OR = Api.VLLM_RESPONSES, Api.SGLANG_RESPONSES, Api.OPENAI_RESPONSES
+VM, SM, AM = Api.VLLM_MESSAGES, Api.SGLANG_MESSAGES, Api.ANTHROPIC_MESSAGES
+RESPONSES, MESSAGES = VR | SR | OR, VM | SM | AM
+OF_ENDPOINT = {
+    Endpoint.COMPLETIONS: VC | SC | OC | Api.OLDER,
+    Endpoint.CHAT: CHAT | Api.OLDER,
+    Endpoint.RESPONSES: RESPONSES,
+    Endpoint.MESSAGES: MESSAGES,
+}
 
 KEPT, CHANGED, DROPPED = InPrefill.KEPT, InPrefill.CHANGED, InPrefill.DROPPED
 
@@ -90,13 +108,16 @@ STREAM = "its answer is no stream, or a stream of one token"
 RANK = "names a rank of one engine; prefill and decode run on two"
 ONE_SEQUENCE = "a prefill request answers with the cache of one sequence"
 WHERE_COMPUTED = "exists only where the prompt is computed"
+PAIRING = "pairs SGLang's prefill and decode requests"
+IN_LOGS = "names the request in logs"
+ASKS = "asks for a cache that another engine will read"
 
 
 def _rows(apis: Api, in_prefill: InPrefill, reason: str, names: str) -> tuple[RequestField, ...]:
     return tuple(RequestField(name, apis, in_prefill, reason) for name in names.split())
 
 
-FIELDS: tuple[RequestField, ...] = (
+OF_BOTH: tuple[RequestField, ...] = (
     # What decides the prompt and its cache.
     RequestField("model", EVERY, KEPT, "names the model, or the adapter"),
     RequestField("prompt", VC | SC | OC, KEPT, PROMPT, DecodeOnlyReason.SEVERAL_SEQUENCES),
@@ -128,14 +149,12 @@ FIELDS: tuple[RequestField, ...] = (
     *_rows(OT, KEPT, CACHE, "prompt_cache_key prompt_cache_options prompt_cache_retention"),
     # What decides where and when.
     *_rows(ENGINES, KEPT, ROUTING, "priority session_id"),
-    *_rows(VLLM, KEPT, "names the request in logs", "request_id"),
-    *_rows(SGLANG, KEPT, "names the request in logs", "rid"),
+    *_rows(VLLM, KEPT, IN_LOGS, "request_id"),
+    *_rows(SGLANG, KEPT, IN_LOGS, "rid"),
     RequestField("session_params", SGLANG, KEPT, "continues a session of one engine", DecodeOnlyReason.ENGINE_SESSION),
     *_rows(SGLANG, DROPPED, RANK, "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank"),
-    *_rows(
-        SGLANG, DROPPED, "pairs SGLang's prefill and decode requests", "bootstrap_host bootstrap_port bootstrap_room"
-    ),
-    RequestField("kv_transfer_params", VLLM, CHANGED, "asks for a cache that another engine will read"),
+    *_rows(SGLANG, DROPPED, PAIRING, "bootstrap_host bootstrap_port bootstrap_room"),
+    RequestField("kv_transfer_params", VLLM, CHANGED, ASKS),
     # How much is computed, and how it is answered.
     RequestField("max_tokens", EVERY, CHANGED, LENGTH),
     RequestField("max_completion_tokens", CHAT, CHANGED, LENGTH),
@@ -192,6 +211,75 @@ FIELDS: tuple[RequestField, ...] = (
     *_rows(OT, KEPT, UNUSED, "metadata safety_identifier service_tier store moderation"),
     *_rows(OT, KEPT, UNUSED, "audio modalities prediction verbosity web_search_options"),
 )
+"""Chats and completions."""
+
+OF_RESPONSES: tuple[RequestField, ...] = (
+    RequestField("model", RESPONSES, KEPT, "names the model, or the adapter"),
+    *_rows(RESPONSES, KEPT, PROMPT, "input instructions"),
+    *_rows(VR | OR, KEPT, PROMPT, "prompt"),
+    *_rows(VR, KEPT, PROMPT, "previous_input_messages"),
+    RequestField("tools", RESPONSES, KEPT, TEMPLATE, DecodeOnlyReason.ENGINE_TOOLS),
+    *_rows(RESPONSES, KEPT, TEMPLATE, "tool_choice parallel_tool_calls reasoning text"),
+    *_rows(VR, KEPT, TEMPLATE, "include_reasoning"),
+    *_rows(VR | SR, KEPT, TEMPLATE, "chat_template_kwargs"),
+    RequestField("truncation", RESPONSES, KEPT, PROMPT, DecodeOnlyReason.TRUNCATED_PROMPT),
+    *_rows(VR, KEPT, MEDIA, "media_io_kwargs mm_processor_kwargs"),
+    *_rows(VR, KEPT, "refers to encoded images, which prefill reads", "ec_transfer_params"),
+    *_rows(VR | SR, KEPT, CACHE, "cache_salt"),
+    *_rows(SR, KEPT, CACHE, "extra_key"),
+    *_rows(VR | OR, KEPT, CACHE, "prompt_cache_key"),
+    *_rows(OR, KEPT, CACHE, "prompt_cache_options prompt_cache_retention"),
+    *_rows(VR | SR, KEPT, ROUTING, "priority session_id"),
+    *_rows(VR | SR, KEPT, IN_LOGS, "request_id"),
+    RequestField("previous_response_id", RESPONSES, KEPT, "is kept by one engine", DecodeOnlyReason.ENGINE_SESSION),
+    RequestField("conversation", OR, KEPT, "is kept by one engine", DecodeOnlyReason.ENGINE_SESSION),
+    RequestField("store", RESPONSES, CHANGED, "nobody asks for the answer of a prefill request again"),
+    *_rows(RESPONSES, KEPT, "the router refuses it if it is true", "background"),
+    *_rows(SR, DROPPED, RANK, "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank"),
+    *_rows(SR, DROPPED, PAIRING, "bootstrap_host bootstrap_port bootstrap_room"),
+    RequestField("kv_transfer_params", VR, CHANGED, ASKS),
+    RequestField("max_output_tokens", RESPONSES, CHANGED, LENGTH),
+    RequestField("stream", RESPONSES, CHANGED, STREAM),
+    *_rows(OR, DROPPED, STREAM, "stream_options"),
+    *_rows(RESPONSES, DROPPED, ENDING, "max_tool_calls"),
+    *_rows(VR | SR, DROPPED, ENDING, "stop"),
+    *_rows(VR, DROPPED, ENDING, "stop_token_ids ignore_eos include_stop_str_in_output"),
+    *_rows(VR, DROPPED, GRAMMAR, "structured_outputs"),
+    *_rows(RESPONSES, DROPPED, ANSWER, "include top_logprobs"),
+    *_rows(VR, DROPPED, ANSWER, "skip_special_tokens enable_response_messages mm_payload return_mm_kwargs"),
+    *_rows(RESPONSES, KEPT, SAMPLING, "temperature top_p"),
+    *_rows(VR | SR, KEPT, SAMPLING, "top_k min_p frequency_penalty presence_penalty repetition_penalty"),
+    *_rows(VR, KEPT, SAMPLING, "logit_bias seed watermarking vllm_xargs"),
+    *_rows(RESPONSES, KEPT, UNUSED, "metadata service_tier user"),
+    *_rows(OR, KEPT, UNUSED, "access_programs background_options context_management image moderation"),
+    *_rows(OR, KEPT, UNUSED, "safety_identifier"),
+)
+"""OpenAI's Responses API."""
+
+OF_MESSAGES: tuple[RequestField, ...] = (
+    RequestField("model", MESSAGES, KEPT, "names the model, or the adapter"),
+    *_rows(MESSAGES, KEPT, PROMPT, "messages system"),
+    *_rows(MESSAGES, KEPT, TEMPLATE, "tools tool_choice thinking output_config"),
+    *_rows(VM, KEPT, TEMPLATE, "chat_template_kwargs"),
+    *_rows(VM, KEPT, "refers to encoded images, which prefill reads", "ec_transfer_params"),
+    *_rows(VM, KEPT, CACHE, "cache_salt"),
+    *_rows(AM, KEPT, CACHE, "cache_control"),
+    *_rows(SM, DROPPED, RANK, "routed_dp_rank disagg_prefill_dp_rank"),
+    *_rows(SM, DROPPED, PAIRING, "bootstrap_host bootstrap_port bootstrap_room"),
+    RequestField("kv_transfer_params", VM, CHANGED, ASKS),
+    RequestField("max_tokens", MESSAGES, CHANGED, LENGTH),
+    RequestField("stream", MESSAGES, CHANGED, STREAM),
+    *_rows(MESSAGES, DROPPED, ENDING, "stop_sequences"),
+    *_rows(VM, DROPPED, ANSWER, "mm_payload return_mm_kwargs"),
+    *_rows(VM | SM, KEPT, SAMPLING, "temperature top_k top_p"),
+    *_rows(VM, KEPT, SAMPLING, "watermarking vllm_xargs"),
+    *_rows(MESSAGES, KEPT, UNUSED, "metadata"),
+    *_rows(SM, KEPT, UNUSED, "betas"),
+    *_rows(AM, KEPT, UNUSED, "container diagnostics inference_geo service_tier speed user_profile_id workspace_id"),
+)
+"""Anthropic's Messages API."""
+
+FIELDS = (*OF_BOTH, *OF_RESPONSES, *OF_MESSAGES)
 
 
 # By the field's name: made once, because every request is looked up in it.

@@ -8,7 +8,8 @@ import math
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.http.openai import SERVER_ERROR, SSE_MEDIA_TYPE, error_body, error_event
+from kvferry.http.anthropic import error_event_for, error_for
+from kvferry.http.openai import SERVER_ERROR, SSE_MEDIA_TYPE, error_body
 
 WORDS = "the server is shutting down"
 CODE = "server_ended"
@@ -86,7 +87,7 @@ class _Answer:
 
     async def break_off(self, scope: Scope, receive: Receive) -> None:
         if not self._has_begun:
-            refusal = JSONResponse(error_body(WORDS, SERVER_ERROR, CODE, None), 503)
+            refusal = JSONResponse(error_for(scope["path"], error_body(WORDS, SERVER_ERROR, CODE, None)), 503)
             await refusal(scope, receive, self._send)
         elif self._takes_event and not self._is_over:
-            await self._send({"type": "http.response.body", "body": error_event(WORDS, CODE)})
+            await self._send({"type": "http.response.body", "body": error_event_for(scope["path"], WORDS, CODE)})

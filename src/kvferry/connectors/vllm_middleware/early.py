@@ -67,6 +67,9 @@ def early_prefill(path: str, body: bytes) -> EarlyPrefill | None:
         return None
     if not isinstance(params, dict) or params.get("do_remote_decode") is not True or not wants_early(params):
         return None
+    if path not in _KINDS:
+        what = f"there is no early prefill of {path}"
+        raise RequestError(what, found="early in kv_transfer_params", expected=f"a request to {' or '.join(_KINDS)}")
     _check(fields, params)
     return EarlyPrefill(path, fields, params)
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvferry import WIRE_VERSION, Reason
 from kvferry.connectors.vllm_middleware.buffered_request import BufferedRequest
 from kvferry.connectors.vllm_middleware.early import early_prefill
-from kvferry.connectors.vllm_middleware.request_names import ANSWER_PATHS, names_of
+from kvferry.connectors.vllm_middleware.request_names import ANSWER_PATHS, named, names_of
 from kvferry.connectors.vllm_middleware.responses import Delivery, EarlyResponse, HeldResponse, json_response
 from kvferry.connectors.vllm_middleware.worker_reports import (
     FETCH_OUTCOMES,
@@ -25,6 +25,7 @@ from kvferry.connectors.vllm_middleware.worker_reports import (
 )
 from kvferry.connectors.vllm_middleware.workers import Workers, is_draining, num_replicas
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
+from kvferry.http.anthropic import error_for
 from kvferry.http.openai import error_body, error_of
 from kvferry.kv_transfer_params import Reach, from_params
 
@@ -72,7 +73,8 @@ class FerryMiddleware:
         """While it ends, vLLM goes on listening, says that it is healthy, and answers new requests with nothing."""
         if is_draining(scope["app"].state):
             body = error_body(DRAINING, "server_error", "draining", None)
-            response = json_response(503, body | {"status": "not ready", "reason": "it is draining"})
+            told = {**error_for(path, body), "status": "not ready", "reason": "it is draining"}
+            response = json_response(503, told)
             await response(scope, receive, send)
         elif path == READY[1]:
             health = scope.get("root_path", "") + "/health"
@@ -105,11 +107,15 @@ class FerryMiddleware:
         return EarlyResponse(self._starts, early.name, early.first_event(facts), send)
 
     async def _pass_other(self, path: str, request: BufferedRequest, send: Send) -> None:
-        names = names_of(path, Headers(scope=request.scope).get("x-request-id"), request.body)
+        header_id = Headers(scope=request.scope).get("x-request-id")
+        body = named(path, header_id, request.body)
+        if body is not request.body:
+            request.replace(body)
+        names = names_of(path, header_id, body)
         delivery = Delivery(request.receive, send)
         out = delivery.send if names.prefill_name else send
         try:
-            await self._respond(request, HeldResponse(self._outcomes, names.decode_names, names.is_local, out))
+            await self._respond(request, HeldResponse(path, self._outcomes, names.decode_names, names.is_local, out))
         finally:
             if names.prefill_name and not delivery.is_done:
                 await self._withdraw_lease(request.scope["app"].state, names.prefill_name)
@@ -117,6 +123,9 @@ class FerryMiddleware:
     async def _respond(self, request: BufferedRequest, response: EarlyResponse | HeldResponse) -> None:
         try:
             await self._app(request.scope, request.receive, response.send)
+        except Exception:
+            if not await response.explains_failure():
+                raise
         finally:
             response.close()
 

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-# How vLLM's two OpenAI endpoints make a request's name of the caller's id, and of the prompt's number.
-_NAMES = {"/v1/completions": "cmpl-{}-{}", "/v1/chat/completions": "chatcmpl-{}"}
+RESPONSES = "/v1/responses"
+# How vLLM makes a request's name of the caller's id, and of the prompt's number. A response calls the engine once more
+# for each tool that the engine runs, and only the first call is for what was prefilled.
+_NAMES = {
+    "/v1/completions": "cmpl-{}-{}",
+    "/v1/chat/completions": "chatcmpl-{}",
+    "/v1/messages": "chatcmpl-{}",
+    RESPONSES: "{}_0",
+}
 MAX_PROMPTS = 256
 """Of more than these nothing is known."""
 ANSWER_PATHS = frozenset(_NAMES)
@@ -41,7 +48,8 @@ class _Body(msgspec.Struct):
 def names_of(path: str, header_id: str | None, body: bytes) -> RequestNames:
     """What a request is. Of an empty body nothing is known: it was too large.
 
-    `header_id` is the caller's `X-Request-Id`, which goes before the body's `request_id`.
+    `header_id` is the caller's `X-Request-Id`, which goes before the body's `request_id`; of a response only the latter
+    counts (`named`).
     """
     if DECODE_MARK not in body and PREFILL_MARK not in body:
         return RequestNames(is_local=bool(body))
@@ -51,7 +59,7 @@ def names_of(path: str, header_id: str | None, body: bytes) -> RequestNames:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return RequestNames(is_local=DECODE_MARK not in body)
     params = asked.kv_transfer_params or _Params()
-    given = asked.request_id if header_id is None else header_id
+    given = asked.request_id if header_id is None or path == RESPONSES else header_id
     numbers = range(0 if given is None else num_prompts)
     names = tuple(_NAMES[path].format(given, number) for number in numbers)
     return RequestNames(
@@ -59,6 +67,19 @@ def names_of(path: str, header_id: str | None, body: bytes) -> RequestNames:
         decode_names=names if params.do_remote_prefill else (),
         is_local=not params.do_remote_prefill,
     )
+
+
+def named(path: str, header_id: str | None, body: bytes) -> bytes:
+    """The body of a response to a request for another engine with a `request_id` of the caller's id, if it has none:
+    vLLM would make one up, and nobody would know what it calls the request."""
+    is_asked = path == RESPONSES and header_id is not None and (DECODE_MARK in body or PREFILL_MARK in body)
+    if not is_asked:
+        return body
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body
+    return body if "request_id" in fields else msgspec.json.encode({**fields, "request_id": f"resp_{header_id}"})
 
 
 def _num_prompts(prompt: bytes) -> int:

@@ -13,9 +13,11 @@ from starlette.types import Message, Receive, Send
 
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes, PrefillStarts
 from kvferry.errors import TransferError
+from kvferry.http.anthropic import error_for
 from kvferry.http.openai import SSE_MEDIA_TYPE, error_of
 
 CACHE, CACHE_REASON, TIMING = b"x-kvferry-cache", b"x-kvferry-cache-reason", b"server-timing"
+OPENING_EVENTS = (b"event: response.created\n", b"event: response.in_progress\n")
 BODY_HEADERS = frozenset((b"content-type", b"content-length", b"content-encoding", b"transfer-encoding"))
 
 
@@ -27,17 +29,20 @@ def json_response(status: int, body: object) -> Response:
 class HeldResponse:
     """Passes everything on. The head of a decode request's answer waits for its first token, and gets its headers.
 
-    vLLM begins a stream at once; by the time of its first token it is known how the cache came. `names` are vLLM's
+    vLLM begins a stream at once; by the time of its first token it is known how the cache came. Events that come before
+    that token, as those of a response do, wait as well. `names` are vLLM's
     names for the decode request, one per prompt; none for one of which vLLM tells nothing, and for any other request,
     which `is_local`. Of several prompts the first one's cache counts, unless the answer is an error.
     """
 
-    def __init__(self, outcomes: FetchOutcomes, names: tuple[str, ...], is_local: bool, send: Send) -> None:
+    def __init__(self, path: str, outcomes: FetchOutcomes, names: tuple[str, ...], is_local: bool, send: Send) -> None:
+        self._path = path
         self._outcomes = outcomes
         self._names = names
         self._is_local = is_local
         self._send = send
         self._head: Message | None = None
+        self._before_first_token: list[Message] = []
         self._is_replaced = False
         for name in names:
             outcomes.expect(name)
@@ -50,10 +55,20 @@ class HeldResponse:
             self._head = message
             return
         if self._head is not None:
+            if _is_opening(message):
+                self._before_first_token.append(message)
+                return
             head, self._head = self._head, None
             await self._send_head(head)
         if not self._is_replaced:
             await self._send(with_local(message) if self._is_local else message)
+
+    async def explains_failure(self) -> bool:
+        """vLLM cannot say in a stream of a response that its cache was lost: it fails. Then that is answered here."""
+        if self._head is not None and self._outcomes.failure(self._names[0]) is not None:
+            self._before_first_token.clear()
+            await self._send_head(self._head)
+        return self._is_replaced
 
     def close(self) -> None:
         """The request is over, however."""
@@ -66,12 +81,15 @@ class HeldResponse:
             outcome = next(filter(None, map(self._outcomes.failure, self._names)), outcome)
         if outcome is not None and outcome.is_fatal and not outcome.is_aborted:
             self._is_replaced = True
-            for message in _lost(head, outcome):
+            for message in _lost(self._path, head, outcome):
                 await self._send(message)
-        elif outcome is None or outcome.is_aborted:
+            return
+        if outcome is None or outcome.is_aborted:
             await self._send(head)
         else:
             await self._send(_with(head, _cache_headers(b"recomputed" if outcome.reason else b"received", outcome)))
+        for message in self._before_first_token:
+            await self._send(message)
 
 
 class Delivery:
@@ -132,6 +150,10 @@ class EarlyResponse:
         if message["type"] == "http.response.start" and _is_event_stream(message):
             self._waiting = asyncio.create_task(self._wait_for_start())
 
+    async def explains_failure(self) -> bool:
+        """A prefill fetches nothing that could be lost."""
+        return False
+
     def close(self) -> None:
         """The request is over, however."""
         self._starts.forget(self._name)
@@ -162,14 +184,21 @@ def _is_event_stream(head: Message) -> bool:
     return head["status"] == 200 and media_type.startswith(SSE_MEDIA_TYPE)
 
 
+def _is_opening(message: Message) -> bool:
+    """Whether these are events that say only that a response has begun."""
+    body = message.get("body", b"")
+    return bool(message.get("more_body")) and body.startswith(OPENING_EVENTS)
+
+
 def _with(head: Message, headers: list[tuple[bytes, bytes]]) -> Message:
     return {**head, "headers": [*head.get("headers", ()), *headers]}
 
 
-def _lost(head: Message, outcome: FetchOutcome) -> tuple[Message, Message]:
+def _lost(path: str, head: Message, outcome: FetchOutcome) -> tuple[Message, Message]:
     """Instead of vLLM's `Internal server error`, which in a stream comes after a status of 200: the answer of our own
     engine to a cache that did not come."""
-    response = json_response(*error_of(TransferError(outcome.reason, outcome.words)))
+    status, body = error_of(TransferError(outcome.reason, outcome.words))
+    response = json_response(status, error_for(path, body))
     kept = [pair for pair in head.get("headers", ()) if pair[0].lower() not in BODY_HEADERS]
     headers = [*response.raw_headers, *kept, *_cache_headers(b"lost", outcome)]
     start = {"type": "http.response.start", "status": response.status_code, "headers": headers}

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from starlette.types import Receive, Send
 
-from kvferry.http.openai import error_event
 from kvferry.router.request.headers import Headers
 
 # The status that counts a client who did not wait for one.
@@ -65,13 +64,13 @@ class Client:
         """The end of the body."""
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
-    async def finish_with_error(self, message: str, code: str, reason: str) -> None:
-        """End an event stream with an error frame.
+    async def finish_with_event(self, event: bytes) -> None:
+        """End an event stream with a frame of ours.
 
         Half a frame may have gone out already: a blank line ends it, so that ours is a frame of its own.
         """
         at_frame_start = not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
-        await self.finish((b"" if at_frame_start else b"\n\n") + error_event(message, code, reason))
+        await self.finish((b"" if at_frame_start else b"\n\n") + event)
 
 
 async def _wait_until_gone(receive: Receive) -> None:

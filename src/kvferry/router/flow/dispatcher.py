@@ -32,7 +32,7 @@ from kvferry.router.flow.early_prefill import EarlyPrefill, PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.relay import Relay
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
-from kvferry.router.flow.usage import cached_tokens_of
+from kvferry.router.flow.usage import USAGE_FORMATS
 from kvferry.router.policy.records import Instance, Role, SkipPrefill
 from kvferry.router.request.client_request import Call
 from kvferry.router.request.headers import Headers, decode_headers, prefill_headers
@@ -70,6 +70,7 @@ class Dispatcher:
         # All so far; the last one is in flight.
         self._sent: list[UpstreamRequest] = []
         self._usage = PrefillUsage()
+        self._format = USAGE_FORMATS[call.request.endpoint]
 
     @property
     def urls(self) -> Mapping[Role, str]:
@@ -123,7 +124,8 @@ class Dispatcher:
         self.timing.answered(role, time.monotonic(), request.headers)
         self._tell(request, event)
         if role is Role.PREFILL:
-            self._usage.cached_tokens = cached_tokens_of(event.body) if isinstance(event, Answered) else None
+            body = event.body if isinstance(event, Answered) else b""
+            self._usage.cached_tokens = self._format.cached_tokens_of(body)
             if not isinstance(event, Promised):
                 self._release(Role.PREFILL)
         match event:
@@ -146,7 +148,7 @@ class Dispatcher:
         # An answer in one piece has no time between tokens, and makes no series of them.
         observe = observer_of(url) if request.is_event_stream else _unobserved
         on_tokens = partial(self.timing.piece, observe=observe, progress=request.reservation.progress)
-        relay = Relay(request, self._client, self._outcomes, self._usage, on_tokens)
+        relay = Relay(request, self._client, self._outcomes, self._usage, self._format, on_tokens)
         work = partial(relay.run, headers, self._services.config.max_answer_bytes)
         event = await self._client.unless_left(work, 0.0) or ClientGone()
         request.trace.ended(outcome_of(event))
@@ -212,7 +214,8 @@ class Dispatcher:
         # Another room for every try: an engine may still be busy with what was asked before.
         number = 1 + secrets.randbelow(MAX_ROOM)
         room = room_between(instance, info, self._services.pool.info_of(partners[0]), number)
-        return Picked(instance, is_early=is_long and info.early, room=room)
+        is_early = is_long and info.early and self._call.request.dialect.can_be_early
+        return Picked(instance, is_early=is_early, room=room)
 
     def _early_ended(self, hears: Callable[[Reservation, Event], str], request: UpstreamRequest, event: Event) -> None:
         """A prefill beside decode has ended by itself. If it has failed, nobody need wait until decode has found that
@@ -244,7 +247,8 @@ class Dispatcher:
         headers = select(self._call.headers, self._call.request_id)
         headers = [*(pair for pair in headers if pair[0] not in traced), *traced.items()]
         http = HttpRequest("POST", url, self._call.target, headers, command.body)
-        return UpstreamRequest(self._services, self._reserved[role], trace, http, self._timeouts(command))
+        timeouts = self._timeouts(command)
+        return UpstreamRequest(self._services, self._reserved[role], trace, http, timeouts, self._format)
 
     def _timeouts(self, command: Send | Start) -> Timeouts:
         """A decode request waits for what an early prefill has not computed yet, and a prefill in a room for decode."""

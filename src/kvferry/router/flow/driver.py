@@ -6,6 +6,7 @@ import time
 
 import msgspec
 
+from kvferry.http.anthropic import error_event_for, error_for
 from kvferry.router import commands
 from kvferry.router.commands import Command
 from kvferry.router.events import Began, Event
@@ -95,7 +96,9 @@ class Driver:
                 await self._refuse(command)
             case commands.EndWithError():
                 self._client.status = BROKEN_OFF
-                await self._client.finish_with_error(command.message, command.code, command.reason)
+                endpoint = self._call.request.endpoint
+                event = error_event_for(endpoint, command.message, command.code, command.reason)
+                await self._client.finish_with_event(event)
             case commands.Cut():
                 self._client.status = BROKEN_OFF
             case commands.Cancel():
@@ -110,7 +113,7 @@ class Driver:
         self._services.http.send_in_background(request, self._services.config.probe_timeout_s)
 
     async def _refuse(self, command: commands.Refuse) -> None:
-        body = msgspec.json.encode(command.body)
+        body = msgspec.json.encode(error_for(self._call.request.endpoint, command.body))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if command.retry_after_s:
             headers.append((b"retry-after", str(command.retry_after_s).encode()))

@@ -51,12 +51,16 @@ def lost_cache(body: bytes) -> str:
     return code if isinstance(code, str) and code in frozenset(Reason) else ""
 
 
+def event_data(event: bytes) -> bytes:
+    """What one event says: the rest of its line of data, which may come after its name; empty for anything else."""
+    line = event.partition(b"\n")[2] if event.startswith(b"event:") else event
+    return line.removeprefix(b"data:") if line.startswith(b"data:") else b""
+
+
 def streamed_error(piece: bytes) -> int:
     """The status that an event stream would have had that begins with an error event; 0 for any other beginning."""
     event, end, _ = piece.partition(b"\n\n")
-    if not end or not event.startswith(b"data:"):
-        return 0
-    found = decoded(event.removeprefix(b"data:"), ErrorAnswer)
+    found = decoded(event_data(event), ErrorAnswer) if end else None
     if found is None:
         return 0
     code = found.error.code
@@ -66,14 +70,13 @@ def streamed_error(piece: bytes) -> int:
 def promised_cache(piece: bytes) -> bytes:
     """`kv_transfer_params` of the first event of a prefill stream, as they came; empty if there are none."""
     event, end, _ = piece.partition(b"\n\n")
-    promised = kept_cache(event.removeprefix(b"data:")) if end and event.startswith(b"data:") else b""
+    promised = kept_cache(event_data(event)) if end else b""
     return promised if promised.startswith(b"{") else b""
 
 
 def stream_failure(body: bytes) -> bytes:
     """The data of the error event in an event stream that was read to its end; empty if it has none."""
-    events = (event + b"\n\n" for event in body.split(b"\n\n") if event.startswith(b"data:"))
-    return next((event.removeprefix(b"data:").strip() for event in events if streamed_error(event)), b"")
+    return next((event_data(event).strip() for event in body.split(b"\n\n") if streamed_error(event + b"\n\n")), b"")
 
 
 def can_be_released(transfer: bytes) -> bool:

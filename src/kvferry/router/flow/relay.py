@@ -10,13 +10,7 @@ from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.upstream_request import UpstreamRequest
-from kvferry.router.flow.usage import (
-    UsageEvents,
-    before_final_usage,
-    tells_usage,
-    with_cached_tokens,
-    with_cached_tokens_in_events,
-)
+from kvferry.router.flow.usage import UsageEvents, UsageFormat
 from kvferry.router.request.headers import Headers, with_length
 
 OnTokens = Callable[[bytes, float], None]
@@ -31,12 +25,14 @@ class Relay:
         client: Client,
         outcomes: OutcomeRecorder,
         usage: PrefillUsage,
+        usage_format: UsageFormat,
         on_tokens: OnTokens,
     ) -> None:
         self._request = request
         self._client = client
         self._outcomes = outcomes
         self._usage = usage
+        self._format = usage_format
         self._on_tokens = on_tokens
 
     async def run(self, headers: Headers, max_kept_bytes: int) -> Event:
@@ -72,9 +68,9 @@ class Relay:
         return await self._pass_on_rest()
 
     async def _finish_whole(self, body: bytes, headers: Headers) -> Event:
-        if tells_usage(body):
+        if self._format.tells_usage(body):
             await self._usage.wait()
-        body = with_cached_tokens(body, self._usage.cached_tokens)
+        body = self._format.with_cached_tokens(body, self._usage.cached_tokens)
         await self._client.start(self._request.status, with_length(headers, len(body)))
         await self._client.finish(body)
         return Ended()
@@ -108,12 +104,12 @@ class Relay:
 
     async def _with_usage(self, events: bytes) -> bytes:
         """Whole events with the prefill engine's figure; no token waits for that."""
-        if not tells_usage(events):
+        if not self._format.tells_usage(events):
             return events
-        at = before_final_usage(events)
+        at, changed = self._format.before_final_usage(events), self._format.with_cached_tokens_in_events
         if self._usage.may_come and at < len(events):
             if at:
-                await self._client.pass_on(with_cached_tokens_in_events(events[:at], self._usage.cached_tokens))
+                await self._client.pass_on(changed(events[:at], self._usage.cached_tokens))
             await self._usage.wait()
             events = events[at:]
-        return with_cached_tokens_in_events(events, self._usage.cached_tokens)
+        return changed(events, self._usage.cached_tokens)

@@ -10,7 +10,7 @@ from kvferry.errors import PeerError
 from kvferry.router.events import INSTANCE_DOWN, NOT_WANTED, TOO_LATE, Answered, Ended, Failed, Opened, Promised
 from kvferry.router.fleet.instance import Reservation
 from kvferry.router.flow.engine_response import promised_cache, stream_failure, streamed_error
-from kvferry.router.flow.usage import cached_tokens_of, cached_tokens_of_stream
+from kvferry.router.flow.usage import UsageFormat
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services
@@ -45,6 +45,7 @@ class UpstreamRequest:
         trace: UpstreamTrace,
         request: HttpRequest,
         timeouts: Timeouts,
+        usage: UsageFormat,
     ) -> None:
         self.reservation = reservation
         self.trace = trace
@@ -57,6 +58,7 @@ class UpstreamRequest:
         self._watch: asyncio.TimerHandle | None = None
         self._waits_since_s = NOT_WAITING
         self._timeouts = timeouts
+        self._usage = usage
         # When a limit ends what began with `ask`, and which one.
         self._ends_s, self._limit = 0.0, ""
         # It was closed by our own side, perhaps for a reason.
@@ -126,7 +128,7 @@ class UpstreamRequest:
         """Ask for an answer of which nothing but its end matters, or the error that it is."""
         event = await self.ask()
         if isinstance(event, Answered) and 200 <= event.status < 300:
-            self.cached_tokens = cached_tokens_of(event.body)
+            self.cached_tokens = self._usage.cached_tokens_of(event.body)
             return Ended()
         if isinstance(event, Answered | Failed):
             return event
@@ -146,7 +148,7 @@ class UpstreamRequest:
             self._is_resting = False
         if failure := stream_failure(body):
             return Answered(streamed_error(b"data:" + failure + END_OF_EVENT), failure)
-        self.cached_tokens = cached_tokens_of_stream(body)
+        self.cached_tokens = self._usage.cached_tokens_of_stream(body)
         return Ended() if DONE in body else self._failed(_no_end(body), MALFORMED)
 
     async def piece(self) -> bytes | Failed:

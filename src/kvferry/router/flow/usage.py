@@ -5,81 +5,149 @@ A decode engine counts what was transferred to it as cached; a client wants to k
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from kvferry.http.request_fields import Endpoint
+from kvferry.router.flow.engine_response import event_data
 from kvferry.router.request.lenient_json import decoded
 
-DETAILS, CACHED = "prompt_tokens_details", "cached_tokens"
-# What an event, or a body, has that may have to be changed; inside a text the quotation marks would be escaped.
-MARK = b'"prompt_tokens"'
+CACHED = "cached_tokens"
+INPUT, CACHE_READ = "input_tokens", "cache_read_input_tokens"
 # An event that is longer passes as it is.
 MAX_EVENT_BYTES = 1 << 16
 UNKNOWN = None
 END_OF_EVENT = b"\n\n"
 
 
-class UsageAndChoices(msgspec.Struct):
+class UsageHolder(msgspec.Struct):
     """What is looked at of an answer, or of an event, as the bytes that came."""
 
     usage: msgspec.Raw = msgspec.Raw(b"")
     choices: msgspec.Raw = msgspec.Raw(b"[]")
+    type: msgspec.Raw = msgspec.Raw(b"")
+    response: msgspec.Raw = msgspec.Raw(b"")
+    message: msgspec.Raw = msgspec.Raw(b"")
 
 
-def cached_tokens_of(body: bytes) -> int | None:
-    """What a prefill engine had cached of the prompt, from its whole answer or one event; None if it does not tell."""
-    if DETAILS.encode() not in body:
-        return UNKNOWN
-    usage = _fields(_usage_of(body))
-    details = usage.get(DETAILS)
-    cached = details.get(CACHED) if isinstance(details, dict) else None
-    return cached if isinstance(cached, int) and not isinstance(cached, bool) and cached >= 0 else UNKNOWN
+Usage = Mapping[str, Any]
 
 
-def cached_tokens_of_stream(events: bytes) -> int | None:
-    """The same of a whole stream of them."""
-    found = (cached_tokens_of(event.removeprefix(b"data:")) for event in reversed(events.split(END_OF_EVENT)))
-    return next((cached for cached in found if cached is not UNKNOWN), UNKNOWN)
+@dataclass(frozen=True, slots=True)
+class UsageFormat:
+    """How one API tells what was cached.
+
+    `mark` is what an event, or a body, has that may have to be changed; inside a text the quotation marks would be
+    escaped. `told` is where the figure is: without it there is none. `read` takes it out of a usage; `write` gives the
+    usage with another one, or without one where that is None. `is_final` says whether an event with a usage is the one
+    that has no token.
+    """
+
+    mark: bytes
+    told: bytes
+    read: Callable[[Usage], object]
+    write: Callable[[Usage, int | None], Usage]
+    is_final: Callable[[UsageHolder], bool]
+
+    def cached_tokens_of(self, body: bytes) -> int | None:
+        """What a prefill engine had cached of the prompt, from its whole answer or one event; None if it does not
+        tell."""
+        if self.told not in body:
+            return UNKNOWN
+        cached = self.read(_fields(_usage_of(body)))
+        return cached if isinstance(cached, int) and not isinstance(cached, bool) and cached >= 0 else UNKNOWN
+
+    def cached_tokens_of_stream(self, events: bytes) -> int | None:
+        """The same of a whole stream of them."""
+        found = (self.cached_tokens_of(event_data(event)) for event in reversed(events.split(END_OF_EVENT)))
+        return next((cached for cached in found if cached is not UNKNOWN), UNKNOWN)
+
+    def with_cached_tokens(self, body: bytes, cached: int | None) -> bytes:
+        """A JSON object whose usage has this figure, or none where it is not known. All else stays as it is."""
+        if not self.tells_usage(body):
+            return body
+        found = _usage_of(body)
+        usage = _fields(found)
+        if not usage or (cached is UNKNOWN and self.read(usage) is None):
+            return body
+        # It is the last of an object's fields as a rule, and no string can hold it: its quotation marks would be
+        # escaped.
+        before, _, after = body.rpartition(found)
+        return before + msgspec.json.encode(self.write(usage, cached)) + after
+
+    def tells_usage(self, body: bytes | bytearray) -> bool:
+        """Whether a body, or events, may have a usage whose figure is to be changed."""
+        return self.mark in body
+
+    def before_final_usage(self, events: bytes) -> int:
+        """How many bytes of these whole events come before the one that has the usage of a stream and no token; all of
+        them if there is none. A usage that comes with each token is not the final one."""
+        at = 0
+        for event in events.split(END_OF_EVENT):
+            if self.tells_usage(event) and self._is_final(event):
+                return at
+            at += len(event) + len(END_OF_EVENT)
+        return len(events)
+
+    def with_cached_tokens_in_events(self, events: bytes, cached: int | None) -> bytes:
+        """The same as `with_cached_tokens` for each of these whole events."""
+        return END_OF_EVENT.join(self._changed_event(part, cached) for part in events.split(END_OF_EVENT))
+
+    def _changed_event(self, event: bytes, cached: int | None) -> bytes:
+        data = event_data(event) if self.tells_usage(event) else b""
+        return event.removesuffix(data) + self.with_cached_tokens(data, cached)
+
+    def _is_final(self, event: bytes) -> bool:
+        found = decoded(event_data(event), UsageHolder)
+        return found is not None and self.is_final(found)
 
 
-def with_cached_tokens(body: bytes, cached: int | None) -> bytes:
-    """A JSON object whose usage has this figure, or none where it is not known. All else stays as it is."""
-    if MARK not in body:
-        return body
-    found = _usage_of(body)
-    usage = _fields(found)
-    if not usage or (cached is UNKNOWN and usage.get(DETAILS) is None):
-        return body
-    details = usage.get(DETAILS)
-    others = details if isinstance(details, dict) else {}
-    usage[DETAILS] = None if cached is UNKNOWN else {**others, CACHED: cached}
-    # It is the last of an object's fields as a rule, and no string can hold it: its quotation marks would be escaped.
-    before, _, after = body.rpartition(found)
-    return before + msgspec.json.encode(usage) + after
+def _with_details(mark: bytes, name: str, is_final: Callable[[UsageHolder], bool]) -> UsageFormat:
+    """OpenAI's: the figure is one of the details of a number that counts all of the prompt."""
+
+    def read(usage: Usage) -> object:
+        details = usage.get(name)
+        return details.get(CACHED) if isinstance(details, dict) else None
+
+    def write(usage: Usage, cached: int | None) -> Usage:
+        details = usage.get(name)
+        others = details if isinstance(details, dict) else {}
+        return {**usage, name: None if cached is UNKNOWN else {**others, CACHED: cached}}
+
+    return UsageFormat(mark, b'"%b"' % name.encode(), read, write, is_final)
 
 
-def tells_usage(body: bytes | bytearray) -> bool:
-    """Whether a body, or events, may have a usage whose figure is to be changed."""
-    return MARK in body
+def _beside_cached(usage: Usage, cached: int | None) -> Usage:
+    """Anthropic's: what was cached is not counted among the other tokens of the prompt."""
+    counted, read = usage.get(INPUT), usage.get(CACHE_READ) or 0
+    if not isinstance(counted, int) or not isinstance(read, int):
+        return usage
+    whole, others = counted + read, {name: value for name, value in usage.items() if name != CACHE_READ}
+    if cached is UNKNOWN:
+        return {**others, INPUT: whole}
+    return {**others, INPUT: max(whole - cached, 0), CACHE_READ: min(cached, whole)}
 
 
-def before_final_usage(events: bytes) -> int:
-    """How many bytes of these whole events come before the one that has the usage of a stream and no token; all of them
-    if there is none. A usage that comes with each token is not the final one."""
-    at = 0
-    for event in events.split(END_OF_EVENT):
-        if MARK in event and _has_no_choices(event.removeprefix(b"data:")):
-            return at
-        at += len(event) + len(END_OF_EVENT)
-    return len(events)
-
-
-def with_cached_tokens_in_events(events: bytes, cached: int | None) -> bytes:
-    """The same as `with_cached_tokens` for each of these whole events."""
-    return END_OF_EVENT.join(
-        _changed_event(part, cached) if MARK in part else part for part in events.split(END_OF_EVENT)
-    )
+CHAT = _with_details(
+    b'"prompt_tokens"', "prompt_tokens_details", lambda found: bytes(found.choices).strip() in (b"[]", b"null")
+)
+RESPONSES = _with_details(b'"input_tokens"', "input_tokens_details", lambda found: True)
+MESSAGES = UsageFormat(
+    mark=b'"input_tokens"',
+    told=b'"cache_read_input_tokens"',
+    read=lambda usage: usage.get(CACHE_READ),
+    write=_beside_cached,
+    is_final=lambda found: bytes(found.type) == b'"message_delta"',
+)
+USAGE_FORMATS: Mapping[Endpoint, UsageFormat] = {
+    Endpoint.COMPLETIONS: CHAT,
+    Endpoint.CHAT: CHAT,
+    Endpoint.RESPONSES: RESPONSES,
+    Endpoint.MESSAGES: MESSAGES,
+}
 
 
 class UsageEvents:
@@ -104,21 +172,14 @@ class UsageEvents:
         return rest
 
 
-def _changed_event(event: bytes, cached: int | None) -> bytes:
-    if not event.startswith(b"data:"):
-        return event
-    return b"data:" + with_cached_tokens(event.removeprefix(b"data:"), cached)
-
-
-def _has_no_choices(body: bytes) -> bool:
-    found = decoded(body, UsageAndChoices)
-    return found is not None and bytes(found.choices).strip() in (b"[]", b"null")
-
-
 def _usage_of(body: bytes) -> bytes:
-    """The bytes of an object's usage; empty if it has none."""
-    found = decoded(body, UsageAndChoices)
-    return bytes(found.usage) if found else b""
+    """The bytes of an object's usage, or of what an event of OpenAI's responses or Anthropic's messages is about; empty
+    if it has none."""
+    found = decoded(body, UsageHolder)
+    if found is None or (usage := bytes(found.usage)):
+        return usage if found else b""
+    inner = decoded(bytes(found.response) or bytes(found.message), UsageHolder)
+    return bytes(inner.usage) if inner else b""
 
 
 def _fields(usage: bytes) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from kvferry import __version__
 from kvferry.errors import FerryError, RequestError
 from kvferry.http.access import INVALID_KEY, UNAUTHORIZED
+from kvferry.http.anthropic import error_for
 from kvferry.http.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
 from kvferry.http.registration import MEMBERS_PATH
 from kvferry.http.request_ids import id_of_refusal
@@ -283,9 +284,7 @@ async def on_http_error(http: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 404:
-        message = (
-            f"unknown path {http.url.path}; hint: POST to {', '.join((*Endpoint, *TokenizerPath))}, or GET {OTHERS}"
-        )
+        message = f"unknown path {http.url.path}; hint: {_hint(http.url.path)}"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "other methods")
         message = f"{http.url.path} does not take {http.method}; expected: {allowed}"
@@ -294,6 +293,12 @@ async def on_http_error(http: Request, error: Exception) -> Response:
     code = HTTP_CODES.get(error.status_code, "http_error")
     body = error_body(message, INVALID_REQUEST, code, None)
     return _refuse(http, error.status_code, body, dict(error.headers or {}))
+
+
+def _hint(path: str) -> str:
+    if path.startswith(f"{Endpoint.RESPONSES}/"):
+        return f"responses are not kept here: send the whole conversation to {Endpoint.RESPONSES}"
+    return f"POST to {', '.join((*Endpoint, *TokenizerPath))}, or GET {OTHERS}"
 
 
 async def on_ferry_error(http: Request, error: Exception) -> Response:
@@ -338,7 +343,7 @@ def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[s
     error = body.get("error")
     reason = str(error.get("code", "")) if isinstance(error, dict) else ""
     _tell_refusal(http.app.state.metrics, http.scope, request_id, status, reason)
-    return _json(status, body, headers | {"x-request-id": request_id})
+    return _json(status, error_for(http.scope["path"], body), headers | {"x-request-id": request_id})
 
 
 def _tell_refusal(metrics: Metrics, scope: Scope, request_id: str, status: int, reason: str) -> None:

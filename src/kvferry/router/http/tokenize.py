@@ -1,4 +1,4 @@
-"""Requests that any engine answers by itself, without a cache: `/tokenize` and `/detokenize`."""
+"""Requests that any engine answers by itself, without a cache: `/tokenize`, and others that count tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
+from kvferry.http.anthropic import error_for
 from kvferry.router.commands import Count, Counted
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE
 from kvferry.router.flow.refusals import refusal
@@ -21,10 +22,11 @@ from kvferry.router.upstream.http_client import HttpRequest, WholeResponse
 
 
 class TokenizerPath(StrEnum):
-    """What engines of kvferry and of vLLM answer alike."""
+    """What engines of kvferry and of vLLM answer alike, and what those of vLLM and SGLang do."""
 
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
+    COUNT = "/v1/messages/count_tokens"
 
 
 class Named(msgspec.Struct):
@@ -50,10 +52,12 @@ async def ask(services: Services, request: HttpRequest, deadline_s: float) -> Wh
     Any status is an answer. Another instance is asked where one cannot be reached or breaks off. The caller's
     `deadline_s` is on the clock of `time.monotonic`, and the whole takes no longer than a prefill may.
     """
-    pool, reason = services.pool, ""
+    pool, reason, path = services.pool, "", request.target.partition("?")[0]
     instances = pool.answering(_model(request.body))
     if not instances:
-        return _refusal(503, "no_instance", "no engine can be reached; hint: the router's log says why", "no_instance")
+        return _refusal(
+            path, 503, "no_instance", "no engine can be reached; hint: the router's log says why", "no_instance"
+        )
     patience_s = services.config.prefill_timeout_s
     left_s = deadline_s - time.monotonic()
     try:
@@ -69,10 +73,10 @@ async def ask(services: Services, request: HttpRequest, deadline_s: float) -> Wh
                     _note(services, instance, reason)
     except TimeoutError:
         if left_s < patience_s:
-            return _refusal(504, "deadline_exceeded", f"there is no answer: {MESSAGES[TOO_LATE]}", TOO_LATE)
+            return _refusal(path, 504, "deadline_exceeded", f"there is no answer: {MESSAGES[TOO_LATE]}", TOO_LATE)
         _note(services, instance, DEADLINE)
-        return _refusal(504, "upstream_timeout", f"the instance did not answer: {MESSAGES[DEADLINE]}", DEADLINE)
-    return _refusal(502, "upstream_unavailable", f"the instance did not answer: {MESSAGES[reason]}", reason)
+        return _refusal(path, 504, "upstream_timeout", f"the instance did not answer: {MESSAGES[DEADLINE]}", DEADLINE)
+    return _refusal(path, 502, "upstream_unavailable", f"the instance did not answer: {MESSAGES[reason]}", reason)
 
 
 async def _asked(services: Services, instance: Instance, request: HttpRequest) -> WholeResponse:
@@ -101,6 +105,6 @@ def _model(body: bytes) -> str:
     return (named and named.model) or ""
 
 
-def _refusal(status: int, code: str, message: str, reason: str) -> WholeResponse:
-    body = msgspec.json.encode(refusal(status, code, message, reason).body)
+def _refusal(path: str, status: int, code: str, message: str, reason: str) -> WholeResponse:
+    body = msgspec.json.encode(error_for(path, refusal(status, code, message, reason).body))
     return WholeResponse(status, with_length([(b"content-type", b"application/json")], len(body)), body)

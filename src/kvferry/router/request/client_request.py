@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from kvferry.errors import RequestError
-from kvferry.http.disaggregation import DECISIVE, decode_only_reason
-from kvferry.http.request_fields import Endpoint, dropped, dropped_before_first_token
+from kvferry.http.disaggregation import decode_only_reason
+from kvferry.http.request_fields import Endpoint
 from kvferry.router.policy.records import RequestCost
+from kvferry.router.request.dialects import DIALECTS, Dialect, Rule
 from kvferry.router.request.headers import Headers
 from kvferry.router.request.lenient_json import decoded
 
@@ -31,7 +32,6 @@ __all__ = [
     "room_prefill_body",
 ]
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
 Fields = Mapping[str, msgspec.Raw]
 
 
@@ -45,6 +45,16 @@ class ClientRequest:
     endpoint: Endpoint
     undivided_reason: str
     streams: bool = False
+
+    @property
+    def dialect(self) -> Dialect:
+        """What the router reads and writes in it."""
+        return DIALECTS[self.endpoint]
+
+    def given(self, name: str) -> bytes:
+        """A field as it came; empty where it is not, or is null."""
+        found = bytes(self.fields.get(name, b""))
+        return b"" if found == b"null" else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,41 +74,10 @@ class Call:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A field, what decodes its value, and the words for the type that this must have."""
-
-    field: str
-    decoder: msgspec.json.Decoder[Any]
-    expected: str
-
-
-def _rule(field: str, type_: Any, expected: str) -> Rule:
-    return Rule(field, msgspec.json.Decoder(type_), expected)
-
-
 NULL = msgspec.Raw(b"null")
 # Of a value that cannot be used.
 MAX_SHOWN_BYTES = 64
 TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-COMMON_RULES = (
-    _rule("model", str | None, "a string"),
-    _rule("stream", bool | None, "true or false"),
-    _rule("max_tokens", Count | None, "a whole number, at least 0"),
-    _rule("max_completion_tokens", Count | None, "a whole number, at least 0"),
-    _rule("n", Count | None, "a whole number"),
-    _rule("best_of", Count | None, "a whole number"),
-)
-CONTENT_RULES = {
-    Endpoint.COMPLETIONS: _rule(
-        "prompt", str | list[str | int | list[int]] | None, "a string, a list of token ids, or a list of either"
-    ),
-    Endpoint.CHAT: _rule("messages", list[dict[str, msgspec.Raw]], "a list of objects"),
-}
-# Of these only the value counts; engines check the type.
-DECISIVE_RULES = {endpoint: tuple(_rule(name, Any, "JSON") for name in DECISIVE[endpoint]) for endpoint in Endpoint}
 
 # What a prefill request asks of P, in the keys that vLLM's connectors and their proxies use.
 REMOTE_DECODE = {
@@ -111,8 +90,6 @@ REMOTE_DECODE = {
 }
 # Fields of the router's own requests. From a client they would name places of the inside.
 FOR_ENGINES = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
-NOT_FOR_PREFILL = {endpoint: dropped(endpoint) for endpoint in Endpoint}
-NOT_BEFORE_FIRST_TOKEN = {endpoint: dropped_before_first_token(endpoint) for endpoint in Endpoint}
 
 
 def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
@@ -123,12 +100,13 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
             raise RequestError(
                 f"{name} must not be sent by clients",
                 found=f"{name} in the body",
-                expected="a plain OpenAI request",
+                expected="a plain request of OpenAI's or Anthropic's API",
                 hint="omit it: the router sets it",
                 param=name,
             )
-    content = CONTENT_RULES[endpoint]
-    if not _has_content(fields, endpoint):
+    dialect = DIALECTS[endpoint]
+    content = dialect.content
+    if not _has_content(fields, dialect):
         raise RequestError(
             f"{content.field} is missing",
             found="the fields " + ", ".join(sorted(fields)) if fields else "an empty object",
@@ -136,8 +114,16 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
             hint=f"{endpoint} needs {content.field}",
             param=content.field,
         )
-    values = {rule.field: _value(fields, rule) for rule in (*COMMON_RULES, content) if rule.field in fields}
-    undecided = (rule for rule in DECISIVE_RULES[endpoint] if rule.field in fields and rule.field not in values)
+    values = {rule.field: _value(fields, rule) for rule in (*dialect.rules, content) if rule.field in fields}
+    if values.get("background"):
+        raise RequestError(
+            "a response in the background cannot be asked for",
+            found="background: true",
+            expected="background: false",
+            hint="leave it out, and stream what takes long: responses are not kept here",
+            param="background",
+        )
+    undecided = (rule for rule in dialect.decisive if rule.field in fields and rule.field not in values)
     reason = decode_only_reason(endpoint, values | {rule.field: _value(fields, rule) for rule in undecided})
     return ClientRequest(raw, fields, endpoint, str(reason or ""), bool(values.get("stream")))
 
@@ -147,14 +133,12 @@ def prefill_body(request: ClientRequest, is_early: bool = False) -> bytes:
 
     With `is_early` it is a stream, of which the first event refers to the cache that is going to be computed.
     """
-    left_out = NOT_FOR_PREFILL[request.endpoint]
+    left_out = request.dialect.dropped
     body: dict[str, Any] = {key: raw for key, raw in request.fields.items() if key not in left_out}
     params = {**REMOTE_DECODE, "kvferry": {"early": True}} if is_early else REMOTE_DECODE
-    body |= {"max_tokens": 1, "stream": is_early, "kv_transfer_params": params}
+    body |= _for_one_token(request) | {"stream": is_early, "kv_transfer_params": params}
     if is_early:
         body["stream_options"] = {"include_usage": True}
-    if "max_completion_tokens" in body:
-        body["max_completion_tokens"] = 1
     return msgspec.json.encode(body)
 
 
@@ -171,10 +155,7 @@ def room_prefill_body(request: ClientRequest, room: bytes) -> bytes:
 
 def first_token_body(request: ClientRequest, room: bytes) -> bytes:
     """The same for other engines: they are asked for the one token, which is drawn as the client wants it."""
-    body = _before_first_token(request)
-    body["max_tokens"] = 1
-    if "max_completion_tokens" in body:
-        body["max_completion_tokens"] = 1
+    body = _before_first_token(request) | _for_one_token(request)
     least = decoded(request.fields.get("min_tokens", NULL), int)
     if least is not None:
         # More than the one would be refused; with none, the first token may be one that ends the answer.
@@ -183,8 +164,15 @@ def first_token_body(request: ClientRequest, room: bytes) -> bytes:
 
 
 def _before_first_token(request: ClientRequest) -> dict[str, Any]:
-    left_out = NOT_BEFORE_FIRST_TOKEN[request.endpoint]
-    return {key: raw for key, raw in request.fields.items() if key not in left_out} | {"stream": False}
+    left_out, unkept = request.dialect.dropped_before_first_token, request.dialect.unkept
+    return {key: raw for key, raw in request.fields.items() if key not in left_out} | {"stream": False, **unkept}
+
+
+def _for_one_token(request: ClientRequest) -> dict[str, Any]:
+    """The fields that ask for it, and for nothing to be kept."""
+    first, *others = request.dialect.lengths
+    names = (first, *(name for name in others if name in request.fields))
+    return {**dict.fromkeys(names, 1), **request.dialect.unkept}
 
 
 def room_decode_body(request: ClientRequest, room: bytes) -> bytes:
@@ -218,7 +206,7 @@ def _value(fields: Fields, rule: Rule) -> Any:
             f"{rule.field} cannot be used",
             found=_short(fields[rule.field]),
             expected=rule.expected,
-            hint=f"see the OpenAI reference for {rule.field}",
+            hint=f"see the reference of the API for {rule.field}",
             param=rule.field,
         ) from error
     except RecursionError as error:
@@ -233,7 +221,6 @@ def _short(value: msgspec.Raw) -> str:
     return bytes(sent[:MAX_SHOWN_BYTES]).decode("utf-8", "replace") + rest
 
 
-def _has_content(fields: Fields, endpoint: Endpoint) -> bool:
-    """A completion may bring its prompt as embeddings alone."""
-    names = ("messages",) if endpoint is Endpoint.CHAT else ("prompt", "prompt_embeds")
+def _has_content(fields: Fields, dialect: Dialect) -> bool:
+    names = (dialect.content.field, dialect.or_else)
     return any(bytes(fields.get(name, NULL)) != b"null" for name in names)

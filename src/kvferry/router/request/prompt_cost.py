@@ -24,7 +24,6 @@ DEFAULT_NEW_TOKENS = 256
 # does. Embeddings in place of a prompt as well.
 EMBEDDED = re.compile(rb'"data:[^"]{256,}"|"(?:data|[a-z]{1,16}_embeds)"\s*:\s*\[?\s*"[^"]{256,}"')
 TOKENS_OF_EMBEDDED = 1024
-NULL = b"null"
 TOKEN_IDS = re.compile(rb"\s*\[\s*\[?\s*-?\d")
 
 
@@ -46,10 +45,10 @@ def cost_of(request: ClientRequest) -> RequestCost:
 
 def _content(request: ClientRequest) -> bytes:
     """What decides the prompt; embeddings with the name of their field, which says what they are."""
-    for field in ("prompt", "messages"):
-        if (found := bytes(request.fields.get(field, NULL))) != NULL:
-            return found
-    return b'"prompt_embeds":' + bytes(request.fields["prompt_embeds"])
+    dialect = request.dialect
+    if content := request.given(dialect.content.field):
+        return request.given(dialect.before) + content
+    return b'"%b":%b' % (dialect.or_else.encode(), request.given(dialect.or_else))
 
 
 def _num_tokens(content: bytes) -> int:
@@ -61,7 +60,7 @@ def _num_tokens(content: bytes) -> int:
 
 
 def _new_tokens(request: ClientRequest) -> int:
-    for field in ("max_completion_tokens", "max_tokens"):
+    for field in reversed(request.dialect.lengths):
         if field in request.fields and (max_tokens := msgspec.json.decode(request.fields[field])):
             return int(max_tokens) * _num_samples(request)
     return DEFAULT_NEW_TOKENS * _num_samples(request)

@@ -29,7 +29,7 @@ def kind_of(request: ClientRequest, cost: RequestCost) -> RequestKind:
     """By the endpoint, the model or adapter, the fields, a forced tool call, the parts that messages are made of, and
     the length of the prompt to a power of two: neither images that no engine can read nor prompts that take too long
     are a reason to do without prefill for others."""
-    parts = sorted(set(PART_TYPE.findall(bytes(request.fields.get("messages", b"")))))
+    parts = sorted(set(PART_TYPE.findall(request.given(request.dialect.content.field))))
     choice = bytes(request.fields.get("tool_choice", b""))[:MAX_CHOICE_BYTES]
     digest = blake2b(digest_size=DIGEST_BYTES)
     length = cost.prompt_tokens.bit_length().to_bytes(2)
