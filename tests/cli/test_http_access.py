@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 import pytest
@@ -58,6 +59,33 @@ async def test_the_api_needs_a_key_and_says_so(shown: str) -> None:
             error = json.loads(text)["error"]
             assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
             assert not any(key in text for key in KEYS)
+
+
+async def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
+    async with served(Access(KEYS)) as url:
+        assert (await ask(url + "/v1/messages", x_api_key="second-key"))[0] == 200
+        # Where both are sent, the first one's word is taken.
+        assert (await ask(url + "/v1/messages", x_api_key="first-key", authorization="Bearer wrong"))[0] == 401
+        status, told, text = await ask(url + "/v1/messages", x_api_key="wrong")
+        assert (status, told["www-authenticate"]) == (401, "Bearer")
+        assert json.loads(text)["type"] == "error"
+        assert json.loads(text)["error"]["type"] == "authentication_error"
+
+
+async def test_neither_key_reaches_the_application() -> None:
+    async def show(request: Request) -> JSONResponse:
+        return JSONResponse(sorted(request.headers))
+
+    app = guarded(Starlette(routes=[Route("/v1/messages", show)]), Access(KEYS), lambda *_: None)
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"x-api-key", b"first-key"), (b"accept", b"a")]
+    scope = {"type": "http", "method": "GET", "path": "/v1/messages", "query_string": b"", "headers": headers}
+    await app(scope, asyncio.Queue().get, send)
+    assert json.loads(sent[1]["body"]) == ["accept"]
 
 
 @pytest.mark.parametrize(("given", "is_kept"), [("trip-7", True), ("", False), ("a,b", False)])

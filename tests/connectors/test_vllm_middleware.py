@@ -22,6 +22,7 @@ from kvferry.router.telemetry.request_timing import told_phases
 from kvferry.wire.messages import Reference
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 DECODE = {"model": "m", "prompt": [1, 2], "kv_transfer_params": {"do_remote_prefill": True, "remote_port": 7}}
 OK_HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"2"), (b"x-request-id", b"r")]
 STREAM_HEADERS = [(b"content-type", b"text/event-stream")]
@@ -137,6 +138,7 @@ def asked(path=COMPLETIONS, body=DECODE, request_id="r", **vllm) -> Vllm:
 
 
 IDS = {COMPLETIONS: "cmpl-r-0-12345678", CHAT: "chatcmpl-r-12345678"}
+IDS |= {RESPONSES: "resp_r_0-12345678", MESSAGES: "chatcmpl-r-12345678"}
 
 
 @pytest.mark.parametrize("path", IDS)
@@ -148,7 +150,75 @@ def test_an_answer_tells_that_its_cache_was_received_and_how_long_it_took(path, 
     assert told_phases(served.sent[0]["headers"]) == FETCHED.phases_s
     assert served.sent[0]["headers"][: len(says[0]["headers"])] == says[0]["headers"]
     assert served.sent[1:] == says[1:]
-    assert json.loads(served.seen[0]) == DECODE
+    # vLLM makes up the name of a response that has none.
+    assert json.loads(served.seen[0]) == DECODE | ({"request_id": "resp_r"} if path == RESPONSES else {})
+
+
+def test_the_name_of_a_response_that_has_one_stays():
+    body = DECODE | {"request_id": "resp_mine"}
+    served = asked(RESPONSES, body, noted={"resp_mine_0-12345678": FETCHED})
+    assert json.loads(served.seen[0]) == body
+    assert served.headers["x-kvferry-cache"] == "received"
+    assert json.loads(asked(RESPONSES, request_id="").seen[0]) == DECODE
+    alone = {"input": "do_remote_prefill"}
+    assert json.loads(asked(RESPONSES, alone).seen[0]) in (alone, alone | {"request_id": "resp_r"})
+
+
+def of_response(kind, **fields):
+    body = f"event: {kind}\ndata: ".encode() + json.dumps({"type": kind, **fields}).encode() + b"\n\n"
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+OPENING = [STREAM[0], of_response("response.created"), of_response("response.in_progress")]
+
+
+def test_the_events_that_begin_a_response_wait_for_its_first_token():
+    says = [*OPENING, of_response("response.output_text.delta"), STREAM[2]]
+    served, counts = Vllm(), []
+
+    async def app(scope, receive, send):
+        await receive()
+        for message in says:
+            if message is says[3]:
+                served.outcomes.note(IDS[RESPONSES], FETCHED)
+            await send(message)
+            counts.append(len(served.sent))
+
+    served.middleware = FerryMiddleware(app, served.outcomes)
+    served.ask(RESPONSES, DECODE, {"X-Request-Id": "r"})
+    assert counts == [0, 0, 0, 4, 5]
+    assert served.headers["x-kvferry-cache"] == "received"
+    assert served.sent[1:] == says[1:]
+
+
+@pytest.mark.parametrize("outcome", [FATAL, FETCHED], ids=["lost", "another reason"])
+def test_a_response_that_fails_in_its_stream_for_want_of_a_cache_is_answered_here(outcome):
+    """vLLM has no event for that."""
+    served = Vllm()
+
+    async def app(scope, receive, send):
+        await receive()
+        for message in OPENING:
+            await send(message)
+        served.outcomes.note(IDS[RESPONSES], outcome)
+        raise ValueError("no such event")
+
+    served.middleware = FerryMiddleware(app, served.outcomes)
+    if outcome is FETCHED:
+        with pytest.raises(ValueError, match="no such event"):
+            served.ask(RESPONSES, DECODE, {"X-Request-Id": "r"})
+        assert served.sent == []
+    else:
+        served.ask(RESPONSES, DECODE, {"X-Request-Id": "r"})
+        status, body = served.answer
+        assert (status, body["error"]["code"]) == (502, "peer_lost")
+    assert len(served.outcomes) == 0
+
+
+def test_an_error_of_messages_is_one_that_its_clients_read():
+    status, body = asked(MESSAGES, says=BROKEN, noted={IDS[MESSAGES]: FATAL}).answer
+    assert (status, body["type"], body["error"]["type"]) == (502, "error", "api_error")
+    assert lost_cache(json.dumps(body).encode()) == "peer_lost"
 
 
 def test_a_server_may_be_below_a_path_of_its_own():
@@ -390,7 +460,7 @@ def head(status):
 
 
 @pytest.mark.parametrize("status", [500, 503])
-@pytest.mark.parametrize(("path", "name"), [(COMPLETIONS, "cmpl-r-0"), (CHAT, "chatcmpl-r")])
+@pytest.mark.parametrize(("path", "name"), [(path, name.removesuffix("-12345678")) for path, name in IDS.items()])
 def test_the_cache_of_a_prefill_that_fails_is_not_left_to_its_lease(path, name, status):
     served = asked(path, PREFILL, says=head(status), workers=[True])
     assert served.seen[1:] == [("kvferry_withdraw", ([name],))]

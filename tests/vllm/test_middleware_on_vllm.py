@@ -28,7 +28,8 @@ ASKED_S = 60.0
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 USAGE = "vllm:kv_cache_usage_perc"
 RECOMPUTE = replace(PLAIN, failure_policy="recompute")
-PATHS = ("/v1/completions", "/v1/chat/completions")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+RESPONSES = PATHS[2]
 MESSAGES = [{"role": "user", "content": "What does the ferry carry across the river at night?"}]
 
 
@@ -47,10 +48,13 @@ def post(url: str, path: str, body: dict[str, Any], request_id: str = "") -> tup
 
 
 def asked(question: Question, path: str, num_tokens: int = 4) -> dict[str, Any]:
-    """A request that both of vLLM's endpoints take."""
-    content = {"messages": MESSAGES} if "chat" in path else {"prompt": list(question.prompt)}
-    common = {"model": "tiny", "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    return {**common, **content, "cache_salt": question.salt}
+    """A request to one of vLLM's endpoints, of which Anthropic's does not know `ignore_eos`."""
+    content: dict[str, Any] = {"prompt": list(question.prompt), "max_tokens": num_tokens, "ignore_eos": True}
+    if path == RESPONSES:
+        content = {"input": MESSAGES, "max_output_tokens": num_tokens, "ignore_eos": True}
+    elif path != PATHS[0]:
+        content = {"messages": MESSAGES, "max_tokens": num_tokens}
+    return {"model": "tiny", "temperature": 0, **content, "cache_salt": question.salt}
 
 
 def routed(url: str, question: Question, num_tokens: int = 4) -> http.client.HTTPConnection:
