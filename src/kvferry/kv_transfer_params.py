@@ -9,11 +9,9 @@ that it has drawn, and to the target by the address of the source as well. SGLan
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -23,6 +21,7 @@ from msgspec.structs import replace
 
 from kvferry.errors import RequestError, TransferError
 from kvferry.session.commands import RemoteEngine
+from kvferry.wire.addresses import place_of
 from kvferry.wire.messages import Reason, Reference
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
 NonEmptyName = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(max_length=64)]
 # Numbers only: looking up a name that a client has chosen would let it ask any name server and wait for the answer.
-ADDRESS = re.compile(r"tcp://(?:\[([0-9a-f:]{2,39})\]|([0-9.]{7,15})):([1-9][0-9]{0,4})", re.ASCII)
 MAX_RANKS = 64
 MAX_ROOM = (1 << 63) - 1
 """Rooms are SGLang's `bootstrap_room`."""
@@ -211,20 +209,11 @@ def _printable(text: str) -> str:
 
 
 def _check_addresses(addresses: tuple[str, ...], reach: Reach) -> None:
-    found = [_place(address) for address in addresses]
+    found = [place_of(address) for address in addresses]
     if len(set(found)) != len(found):
         raise ValueError("an address is given more than once")
-    for host, port in found:
-        if port > 65_535:
-            raise ValueError("a port is larger than 65535")
+    for host, _ in found:
         if host.is_unspecified or host.is_multicast or (host.version == 6 and host.ipv4_mapped):
             raise ValueError(f"{host} cannot be the address of an engine")
         if reach is Reach.THIS_HOST and not host.is_loopback:
             raise ValueError(f"{host} is another host, and this engine has no shared token")
-
-
-def _place(address: str) -> tuple[IPv4Address | IPv6Address, int]:
-    matched = ADDRESS.fullmatch(address)
-    if matched is None:
-        raise ValueError("an address is not of the form tcp://IP:port")
-    return ip_address(matched[1] or matched[2]), int(matched[3])

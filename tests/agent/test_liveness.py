@@ -123,7 +123,9 @@ def test_where_nobody_listens_the_process_has_ended(liveness):
     assert liveness.refused_peers() == []
 
 
-@pytest.mark.parametrize("address", ["", "tcp://nowhere.example:1", "ipc:///tmp/x", "tcp://127.0.0.1:99999"])
+@pytest.mark.parametrize(
+    "address", ["", "tcp://nowhere.example:1", "ipc:///tmp/x", "tcp://127.0.0.1:99999", "tcp://[fe80::1%nosuch]:5"]
+)
 def test_an_address_that_makes_no_sense_proves_nothing(liveness, address):
     liveness.start(PeerKey(address, "p0", "e1"))
     assert liveness.refused_peers() == []

@@ -32,6 +32,16 @@ def answer(message):
     return AnswerArrived(NOBODY, message)
 
 
+# What is none, what only one host can read, and what would have to be looked up.
+STRANGE = (
+    "ipc:///tmp/x",
+    "tcp://[fe80::1%nosuch]:5555",
+    "tcp://prefill:5555",
+    "tcp://10.0.0.1:0",
+    "tcp://10.0.0.1:70000",
+)
+
+
 def welcome(num_ranks, addresses):
     return m.Welcome(m.WIRE_VERSION, "0.1.0", THEM, num_ranks, fingerprint(SOURCE_LAYOUT), addresses)
 
@@ -138,6 +148,7 @@ def test_a_question_is_repeated_and_given_up(target):
         (welcome(2, ()), m.Reason.MALFORMED),
         (welcome(2, (ADDRESS,)), m.Reason.MALFORMED),
         (welcome(1, ALL), m.Reason.MALFORMED),
+        *((welcome(1, (strange,)), m.Reason.MALFORMED) for strange in STRANGE),
         (welcome(0, ()), m.Reason.MALFORMED),
         (m.Refusal(m.Reason.WIRE_VERSION, "wire versions differ", "1", "2", ""), m.Reason.WIRE_VERSION),
     ],

@@ -20,10 +20,20 @@ from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess
 from kvferry.testing.transports.world import Row, World, expect_copied, finish
-from kvferry.transport.base import Direction, Memory
+from kvferry.transport.base import Direction, Memory, Ticket
+from kvferry.transport.registered_memory import LocatedRows
 from kvferry.transport.tcp import client, server
-from kvferry.transport.tcp.connection import CHALLENGE_BYTES, CHUNK_BYTES, MAX_ROWS, Challenge, Reply, Request, proof_of
-from kvferry.transport.tcp.lane import Lane, PeerAddress
+from kvferry.transport.tcp.connection import (
+    CHALLENGE_BYTES,
+    CHUNK_BYTES,
+    MAX_ROWS,
+    Challenge,
+    Connection,
+    Reply,
+    Request,
+    proof_of,
+)
+from kvferry.transport.tcp.lane import Lane, PeerAddress, Transfer
 from kvferry.transport.tcp.server import RegistrationLock
 from kvferry.transport.tcp.transport import TcpDescriptor, TcpTransport
 
@@ -313,6 +323,55 @@ def test_a_client_that_was_stopped_opens_no_connection() -> None:
         stopped.stop("over")
         with pytest.raises(ConnectionAbortedError, match="over"):
             stopped.connect()
+
+
+def test_of_a_read_that_is_cancelled_no_more_comes_than_a_chunk() -> None:
+    """However long its request is; the next one has another connection."""
+    world = World(lambda: TcpTransport(stall_timeout_s=PATIENT_STALL_S))
+    try:
+        num_chunks, cancelled = 16, threading.Event()
+        for party in (world.near, world.far):
+            party.allocate(num_chunks * CHUNK_BYTES, 7)
+        world.near.transport.disconnect("far")
+        world.near.transport.connect("far", world.far.transport.descriptor())
+        world.near.views[-1][:] = 0
+        start = np.arange(num_chunks, dtype=np.uint64) * np.uint64(CHUNK_BYTES)
+        remote, local = (party.shared[-1].memory.address for party in (world.far, world.near))
+        length = np.full(num_chunks, CHUNK_BYTES, np.uint64)
+        copies = Copies(start + np.uint64(remote), start + np.uint64(local), length, num_chunks)
+
+        def receive_into(self: Connection, view: memoryview) -> None:
+            received(self, view)
+            if not cancelled.is_set():
+                cancelled.set()
+                world.near.transport.cancel(ticket)
+                cancelled.wait()
+
+        received = Connection.receive_into
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Connection, "receive_into", receive_into)
+            ticket = world.near.transport.post("far", copies, Direction.READ)
+            assert world.finish([ticket])[ticket].error == "cancelled"
+        assert not world.near.views[-1][CHUNK_BYTES:].any()
+        assert world.run(copies, Direction.READ) == ""
+        assert (world.near.views[-1] == world.far.views[-1]).all()
+    finally:
+        world.close()
+
+
+def test_what_a_cancelled_write_still_sends_is_bounded() -> None:
+    rows = np.arange(200, dtype=np.int64)
+    length = np.full(200, CHUNK_BYTES, np.int64)
+    sizes = {
+        direction: [
+            int(part.length.sum())
+            for part in Transfer(
+                Ticket(1), direction, LocatedRows((), rows, rows), rows.astype(np.uint64), length
+            ).parts()
+        ]
+        for direction in Direction
+    }
+    assert sizes == {Direction.READ: [200 << 20], Direction.WRITE: [64 << 20, 64 << 20, 64 << 20, 8 << 20]}
 
 
 def test_long_tickets_take_several_requests(world: World) -> None:

@@ -9,6 +9,7 @@ from typing import Self
 from kvferry.agent.cache import Cache
 from kvferry.agent.config import AgentConfig, Notice
 from kvferry.agent.loop.agent import open_agent
+from kvferry.agent.requests import check_unfetched, check_unleased
 from kvferry.errors import TransferError
 from kvferry.session.commands import (
     AgentStopped,
@@ -79,6 +80,7 @@ class AsyncAgent:
         """As `Agent.lease`; raises TransferError after the agent has stopped."""
         if self.has_stopped:
             raise _gone()
+        check_unleased(request.request_id, self._leases)
         reference = self.agent.lease(request)
         self._leases.add(request.request_id)
         return reference
@@ -106,6 +108,8 @@ class AsyncAgent:
         if self.has_stopped:
             self._released(BlocksReleased(request_id))
             raise _gone()
+        # The agent frees a name before this loop hears of it: what it hears then must not be taken for the next one's.
+        check_unfetched(request_id, self._fetches)
         self.agent.fetch(request)
         future: asyncio.Future[_Settled] = self._loop.create_future()
         self._waiting[request_id] = future

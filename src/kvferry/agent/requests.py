@@ -6,11 +6,9 @@ two would end. `OpenRequests` sees to it that no request has two leases or two f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from ipaddress import ip_address
+from collections.abc import Callable, Container, Sequence
 from itertools import count
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -19,6 +17,7 @@ from kvferry.errors import RequestError
 from kvferry.plan.programs.request import check_ranges
 from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import FetchRequest, HoldRequest, LeaseProgress, LeaseRequest
+from kvferry.wire.addresses import is_address
 from kvferry.wire.messages import AnyBlockId, BlockId, Count, FirstToken, Name, Reference
 
 MAX_NAME_LENGTH = 256
@@ -44,12 +43,7 @@ def check_growth(grown: LeaseProgress) -> None:
 def check_address(address: str) -> None:
     """Raises RequestError for what is no `tcp://IP:port`: a name would have to be looked up first."""
     _check_names(address)
-    try:
-        parts = urlsplit(address)
-        is_usable = parts.scheme == "tcp" and bool(ip_address(parts.hostname or "") and parts.port)
-    except ValueError:
-        is_usable = False
-    if not is_usable:
+    if not is_address(address):
         raise RequestError("an address cannot be used", found=address, expected="tcp://IP:port")
 
 
@@ -72,7 +66,9 @@ def check_fetch(wanted: FetchRequest) -> None:
 
 
 def _check_reference(reference: Reference, addresses: Sequence[str]) -> None:
-    _check_names(reference.engine_id, reference.epoch, reference.request_id, reference.lease_id, *addresses)
+    _check_names(reference.engine_id, reference.epoch, reference.request_id, reference.lease_id)
+    for address in addresses:
+        check_address(address)
 
 
 def _check_names(*names: str) -> None:
@@ -107,11 +103,13 @@ class OpenRequests:
 
     def lease(self, request_id: str) -> None:
         """Until `LeaseEnded`. Raises RequestError."""
-        _open(self._leased, request_id, "a lease", "LeaseEnded")
+        check_unleased(request_id, self._leased)
+        self._leased.add(request_id)
 
     def fetch(self, request_id: str) -> str:
         """Until `Fetched` or `BlocksReleased`; returns a name that no other attempt has. Raises RequestError."""
-        _open(self._fetched, request_id, "a fetch", "Fetched or BlocksReleased")
+        check_unfetched(request_id, self._fetched)
+        self._fetched.add(request_id)
         return f"{next(self._numbers)}:{request_id}"[:MAX_NAME_LENGTH]
 
     def notify(self, notice: Notice) -> None:
@@ -126,7 +124,17 @@ class OpenRequests:
         self._notify(notice)
 
 
-def _open(names: set[str], request_id: str, what: str, until: str) -> None:
+def check_unleased(request_id: str, leased: Container[str]) -> None:
+    """Raises RequestError for a request that has a lease."""
+    _check_new(request_id, leased, "a lease", "LeaseEnded")
+
+
+def check_unfetched(request_id: str, fetched: Container[str]) -> None:
+    """Raises RequestError for a request that is being fetched, or whose blocks are not free yet."""
+    _check_new(request_id, fetched, "a fetch", "Fetched or BlocksReleased")
+
+
+def _check_new(request_id: str, names: Container[str], what: str, until: str) -> None:
     if request_id in names:
         raise RequestError(
             f"the request has {what} already",
@@ -134,4 +142,3 @@ def _open(names: set[str], request_id: str, what: str, until: str) -> None:
             expected=f"{until} of the one before",
             hint="use a unique id for every request",
         )
-    names.add(request_id)

@@ -64,7 +64,13 @@ class LivenessProbes:
             # This process may have too many open files at the moment. The session probes again.
             return
         self._attempts[peer], self._begun_at[peer] = attempt, self._clock()
-        self._handle(peer, attempt.connect_ex((str(host), port)))
+        try:
+            error = attempt.connect_ex((str(host), port))
+        except OSError:
+            # An address that this host cannot read, such as one in a network that only another host has.
+            self._drop(peer)
+        else:
+            self._handle(peer, error)
 
     def refused_peers(self) -> list[PeerKey]:
         """The peers that have refused a connection since the last call, each once."""

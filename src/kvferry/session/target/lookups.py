@@ -11,9 +11,8 @@ from kvferry.session.events import LocateRequest
 from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.timing import Timing
+from kvferry.wire.addresses import MAX_PORT, is_address
 from kvferry.wire.messages import WIRE_VERSION, Hello, Message, Reason, Refusal, Welcome
-
-MAX_PORT = 65_535
 
 
 @dataclass(slots=True)
@@ -43,6 +42,9 @@ class Lookups:
         if key not in self._open:
             return
         match message:
+            case Welcome(addresses=addresses) if strange := [one for one in addresses if not is_address(one)]:
+                what, expected = "a source's rank is nowhere", "tcp://IP:port"
+                yield from self._fail(key, TransferError(Reason.MALFORMED, what, found=strange[0], expected=expected))
             case Welcome(num_ranks=num_ranks, addresses=addresses):
                 is_named = bool(addresses) and len(addresses) == num_ranks
                 if is_named or (not addresses and num_ranks == 1):

@@ -24,6 +24,9 @@ from kvferry.transport.tcp.connection import (
     proof_of,
 )
 
+# What a cancelled write still sends, at most: its peer is in the middle of it.
+WRITE_BYTES = 64 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
@@ -47,7 +50,11 @@ class Transfer:
     def parts(self) -> Iterator[Transfer]:
         """Cut to the size of one request."""
         for first in range(0, len(self.length), MAX_ROWS):
-            yield self.subset(slice(first, first + MAX_ROWS))
+            part = self.subset(slice(first, first + MAX_ROWS))
+            if part.direction is Direction.READ:
+                yield part
+            else:
+                yield from map(part.subset, stream_chunks(part.length, WRITE_BYTES))
 
     def subset(self, rows: slice) -> Transfer:
         """Only these rows."""
@@ -91,7 +98,8 @@ class Lane:
         return self._connection
 
     def move(self, transfer: Transfer, staging: View, is_over: Callable[[], str]) -> str:
-        """Why nothing is left to move, as `is_over` says before each request: nothing once all is moved.
+        """Why nothing is left to move, as `is_over` says: nothing once all is moved. It is asked before each request,
+        and before each chunk that is read: what else comes of that is not wanted, and the connection ends.
 
         Raises TransportError when the peer refuses, and what `connect` does; only after TransportError can the
         connection be used.
@@ -105,7 +113,9 @@ class Lane:
             connection.send_message(request, columns.tobytes())
             _expect_granted(connection)
             if part.direction is Direction.READ:
-                _receive(connection, part, staging)
+                if reason := _receive(connection, part, staging, is_over):
+                    self.disconnect()
+                    return reason
             else:
                 _send(connection, part, staging)
                 _expect_granted(connection)
@@ -126,14 +136,17 @@ class Lane:
             connection.abort()
 
 
-def _receive(connection: Connection, part: Transfer, staging: View) -> None:
+def _receive(connection: Connection, part: Transfer, staging: View, is_over: Callable[[], str]) -> str:
     for chunk in stream_chunks(part.length, CHUNK_BYTES):
+        if reason := is_over():
+            return reason
         sizes, side = part.length[chunk], part.local.subset(chunk)
         if len(sizes) == 1:
             connection.receive_into(_only_row(side, sizes))
             continue
         connection.receive_into(staging.data[: int(sizes.sum())])
         scatter(staging, side, sizes)
+    return ""
 
 
 def _send(connection: Connection, part: Transfer, staging: View) -> None:
