@@ -86,3 +86,14 @@ def test_what_happens_to_one_lease_does_not_look_at_all(monkeypatch, looked_at):
         source.may_be_read(0.3)
         source.next_deadline()
     assert len(looks) < 20
+
+
+def test_a_lease_under_the_id_of_another_ends_at_once():
+    """Its blocks would never be free again: by its id nobody finds it."""
+    source = session()
+    assert source.handle(LeaseRequest("first", "room-5", ((0,),), 4), 0.0) == []
+    assert source.handle(LeaseRequest("second", "room-5", ((1,),), 4), 1.0) == [LeaseEnded("second", "lease_id_in_use")]
+    ended = [one for now in range(2, 40) for one in source.handle(Tick(), float(now)) if isinstance(one, LeaseEnded)]
+    assert [one.request_id for one in ended] == ["first"]
+    assert source.num_live() == 0
+    assert source.handle(LeaseRequest("third", "room-5", ((1,),), 4), 60.0) == []

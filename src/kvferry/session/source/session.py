@@ -13,7 +13,7 @@ from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session import events as e
-from kvferry.session.commands import Command, Reply
+from kvferry.session.commands import Command, LeaseEnded, Reply
 from kvferry.session.keys import ClaimKey, SlotKey
 from kvferry.session.refusals import refuse, unknown_lease
 from kvferry.session.source.completed_reads import CompletedReads
@@ -30,6 +30,9 @@ from kvferry.wire.messages import Reason
 _EngineEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn | e.RanksKnown
 _WriteEvent = e.TicketEnded | e.Acquired | e.Staged
 SourceEvent = _EngineEvent | _WriteEvent | e.FrameArrived | e.PeerConnected | e.PeerUnreachable | e.Digested | e.Tick
+
+# How a lease ends that has the id of another one.
+LEASE_ID_IN_USE = "lease_id_in_use"
 
 
 class SourceSession:
@@ -92,6 +95,10 @@ class SourceSession:
     # --- how leases begin and end ---
 
     def _lease(self, event: e.LeaseRequest, now: float) -> list[Command]:
+        known = self._leases.get(event.lease_id)
+        if known is not None and known.live and known.request.request_id != event.request_id:
+            # Whoever reads by that id reads the other one's blocks, and nobody ever would these.
+            return [LeaseEnded(event.request_id, LEASE_ID_IN_USE)]
         self._leases.open(event, now)
         early = self._early.opened(event.lease_id)
         return [command for each in early for command in self._answer(e.FrameArrived(each.peer, each.message), now)]
