@@ -699,6 +699,34 @@ def test_a_source_that_cannot_be_met_is_met_again_when_the_turn_comes(target):
     assert target.handle(WANTED, 7.0) == [HELLO]
 
 
+@pytest.mark.parametrize("reason", [m.Reason.PEER_LOST, m.Reason.DEADLINE])
+def test_a_source_that_was_lost_is_met_again_for_the_leases_of_waiting_requests(reason):
+    """Else one silence of a few seconds would cost the cache of everything in the queue."""
+    target = held()
+    target.handle(answer(m.Refusal(reason, "a pause", "", "", "")), 1.0)
+    assert [c for now in (2.0, 3.0, 4.0, 5.9) for c in target.handle(Tick(), now)] == []
+    assert target.next_deadline(5.9) < 6.5
+    play(target, [(6.0, Tick(), [HELLO])])
+    play(target, [(at + 6.1, event, commands) for at, event, commands in HANDSHAKE[1:3]])
+    play(target, [(6.5, PeerConnected(PEER, "shm", "shm 9 GB/s"), [])])
+    assert RENEW in target.handle(Tick(), 7.6)
+
+
+def test_a_source_that_has_been_started_again_is_not_met_for_the_leases_of_the_one_before():
+    target = held()
+    target.handle(answer(m.Refusal(m.Reason.WRONG_EPOCH, "started again", "", "", "")), 1.0)
+    assert [c for now in range(2, 30) for c in target.handle(Tick(), float(now))] == []
+
+
+def test_a_lost_source_that_no_waiting_request_needs_is_left_alone():
+    target = held()
+    target.handle(answer(m.Refusal(m.Reason.PEER_LOST, "a pause", "", "", "")), 1.0)
+    target.handle(WANTED, 2.0)
+    target.handle(AbortRequest("q1"), 2.1)
+    target.handle(answer(m.Refusal(m.Reason.PEER_LOST, "a pause", "", "", "")), 2.2)
+    assert [c for now in range(3, 30) for c in target.handle(Tick(), float(now))] == []
+
+
 def test_a_lease_is_kept_while_a_transport_to_its_source_is_looked_for(target):
     play(target, HANDSHAKE[:3])
     renew = Send(PEER, m.Renew(US, ("l1",)))

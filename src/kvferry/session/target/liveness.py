@@ -16,10 +16,13 @@ from kvferry.session.events import HoldRequest
 from kvferry.session.keys import PeerKey, peers_of
 from kvferry.session.target.peers.handshakes import Handshakes, PeerLost, Step
 from kvferry.session.target.peers.peer import Peer
-from kvferry.session.target.reads.fetch import LEASED, Fetch, is_needed
+from kvferry.session.target.reads.fetch import LEASED, Fetch, is_needed, needed_peers
 from kvferry.session.timing import Timing
 from kvferry.wire.messages import MAX_PADDING_BYTES, Party, Reason, Reference, Renew
 
+# A source that is lost is met again for leases of waiting requests, each time after so many heartbeats.
+LOST_HEARTBEATS = 5
+MAY_COME_BACK = (Reason.PEER_LOST, Reason.DEADLINE)
 # Each is answered: after two of them without an answer it is checked whether the source's process has ended.
 QUIET_HEARTBEATS = 2
 PADDING = bytes(MAX_PADDING_BYTES)
@@ -38,6 +41,8 @@ class Liveness:
         # Before this nobody has been idle for long enough.
         self.next_idle_s = 0.0
         self.queued: dict[Reference, tuple[HoldRequest, float]] = {}
+        # Until when the sources are left alone that were lost.
+        self._lost: dict[PeerKey, float] = {}
 
     def hold(self, request: HoldRequest, now: float) -> None:
         """Keep the lease of a queued request alive for at most `hold_s`. A repeated request changes nothing."""
@@ -52,8 +57,8 @@ class Liveness:
         looked at before one of them may have been idle for long enough."""
         for peer in self._peers.meeting:
             yield from self._peers.repeat(peer, now)
-        for key in dict.fromkeys(key for fetch in self._fetches.values() for key in fetch.reads):
-            if key in self._peers and self._peers[key].ready and is_needed(key, self._fetches):
+        for key in needed_peers(self._fetches):
+            if key in self._peers and self._peers[key].ready:
                 yield from self._watch(self._peers[key], now)
         if now >= self.next_idle_s:
             yield from self._forget_idle(now)
@@ -76,6 +81,22 @@ class Liveness:
         first_s = min((peer.last_heard for peer in self._peers), default=now) + self._timing.idle_peer_s
         # One that is in use although it has said nothing for long may be idle soon.
         self.next_idle_s = first_s if first_s > now else now + self._timing.heartbeat_s
+
+    def lost(self, peer: PeerLost, now: float) -> None:
+        """It may have paused, and still keep what waiting requests are going to read."""
+        if peer.error.reason in MAY_COME_BACK and self.queued:
+            self._lost[peer.peer] = now + LOST_HEARTBEATS * self._timing.heartbeat_s
+
+    def meet_again(self, now: float) -> Iterator[Step]:
+        """Begin anew with lost sources of waiting requests."""
+        due = [key for key, until in self._lost.items() if until <= now]
+        if not due:
+            return
+        wanted = {key for reference, (held, _) in self.queued.items() for key in peers_of(reference, held.addresses)}
+        for key in due:
+            del self._lost[key]
+            if key in wanted:
+                yield from self._peers.greet(key, now)
 
     def gone(self, key: PeerKey) -> Iterator[Step]:
         """Nobody listens at the address of a peer. One that is not needed may still be met again."""

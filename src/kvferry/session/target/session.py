@@ -110,6 +110,7 @@ class TargetSession:
         for step in steps:
             match step:
                 case PeerLost():
+                    self._liveness.lost(step, now)
                     yield from self._lose(step.peer, step.error, now)
                 case PeerReady():
                     yield from self._follow(self._claim_what_waits(step.peer, now), now)
@@ -230,4 +231,5 @@ class TargetSession:
             yield from self._reads.retry(fetch, now)
         yield from self._quarantine.end_acknowledged(now)
         yield from self._aborts.repeat(now)
+        yield from self._liveness.meet_again(now)
         yield from self._liveness.renew(now)

@@ -265,6 +265,12 @@ def is_needed(peer: PeerKey, fetches: Mapping[str, Fetch]) -> bool:
     return any(fetch.reads[peer].state in WAITING for fetch in fetches.values() if peer in fetch.reads)
 
 
+def needed_peers(fetches: Mapping[str, Fetch]) -> list[PeerKey]:
+    """All of them, each once."""
+    reads = (item for fetch in fetches.values() for item in fetch.reads.items())
+    return list(dict.fromkeys(key for key, read in reads if read.state in WAITING))
+
+
 def reads_of(fetches: Mapping[str, Fetch], key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
     """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""
     fetch = fetches.get(claim_id)
