@@ -6,7 +6,7 @@ from msgspec import structs
 
 from kvferry.agent.memory.peer_slots import PeerSlots
 from kvferry.agent.transports.costs import DEVICE_SLOT_S
-from kvferry.agent.transports.manager import TransportManager
+from kvferry.agent.transports.manager import AT_ONCE, TransportManager
 from kvferry.errors import TransportError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
@@ -350,6 +350,24 @@ def test_peers_that_are_met_at_once_are_measured_one_by_one_as_long_as_there_is_
     assert transport.now < TESTS_S / 2
     assert {event.peer for event in events if isinstance(event, PeerConnected)} == set(keys[num_silent:])
     assert transport.most_at_once <= 1
+
+
+def test_only_a_few_peers_are_tested_at_a_time_and_the_first_to_come_first(monkeypatch):
+    """Each test takes memory, and time of the thread that serves everything else."""
+    transport, most = Slow(), 0
+    monkeypatch.setattr("kvferry.agent.transports.manager.time.monotonic", lambda: transport.now)
+    manager = TransportManager("shm", [transport], {}, TESTS_S)
+    keys = [PeerKey(f"tcp://127.0.0.1:{number}", f"p{number}", "e1") for number in range(60)]
+    for key in keys:
+        manager.connect(key, offer("shm"))
+    manager.disconnect(keys[-1])
+    events = []
+    while manager.busy:
+        events += manager.poll()
+        most = max(most, len(transport.registered))
+    assert [event.peer for event in events] == keys[:-1]
+    assert most == AT_ONCE
+    assert not transport.registered
 
 
 def test_no_nap_is_taken_where_a_test_has_another_copy_to_make(monkeypatch):

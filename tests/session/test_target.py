@@ -339,6 +339,16 @@ def test_a_source_that_nobody_waits_for_is_not_lost_by_a_liveness_probe(target):
     play(target, [(0.8, PeerGone(PEER), [])])
 
 
+def test_a_peer_may_be_tested_after_many_others(target):
+    """Our own tests end by themselves: only a defect would keep the peer for as long as that."""
+    play(target, [(0.0, HOLD, [HELLO]), *HANDSHAKE[1:3]])
+    patience_s = TIMING.handshake_s + TIMING.transfer_s
+    waiting = [command for second in range(1, int(patience_s)) for command in target.handle(Tick(), float(second))]
+    assert Disconnect(PEER) not in waiting
+    assert CheckLiveness(PEER) in waiting
+    assert Disconnect(PEER) in target.handle(Tick(), patience_s + 0.3)
+
+
 def test_a_handshake_has_a_deadline(target):
     target.handle(WANTED, 0.0)
     commands = target.handle(Tick(), 5.0)

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from kvferry.agent.memory.peer_slots import PeerSlots
 from kvferry.agent.transports.negotiation import Negotiation, PeerReport, name_of
@@ -22,6 +23,8 @@ from kvferry.transport.selection.diagnosis import LocalContext
 from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
 
 NOWHERE = LocalContext()
+# So many peers are tested at a time: each takes memory for three probes, and time of the thread that does all else.
+AT_ONCE = 24
 logger = logging.getLogger(__name__)
 
 TransportEvent = TicketEnded | PeerConnected | PeerUnreachable
@@ -66,6 +69,7 @@ class TransportManager:
         self._unavailable = dict(unavailable)
         self._routes: dict[Remote, Transport] = {}
         self._open: dict[WorkKey, _Open] = {}
+        self._keys: dict[tuple[str, Ticket], WorkKey] = {}
         self._negotiations: list[Negotiation] = []
         self._events: list[TransportEvent] = []
         self._peer_slots = peer_slots
@@ -123,7 +127,8 @@ class TransportManager:
         transports = [self._transports[name] for name in names]
         if isinstance(offer, TargetOffer) and self._peer_slots is not None:
             self._peer_slots.attach(peer, offer.staging)
-        self._negotiations.append(Negotiation(peer, offer, transports, self._tests_s, self._context))
+        negotiation = Negotiation(peer, offer, transports, self._tests_s, time.monotonic(), self._context)
+        self._negotiations.append(negotiation)
 
     def disconnect(self, peer: Remote) -> None:
         """Disconnect a peer; its open tickets end with an error in a later `poll`."""
@@ -147,6 +152,7 @@ class TransportManager:
         try:
             ticket = transport.post(name_of(key.remote), post.copies, post.direction)
             self._open[key] = _Open(transport, ticket, post.direction, post.copies.num_bytes)
+            self._keys[transport.name, ticket] = key
         except TransportError as error:
             self._events.append(TicketEnded(key, str(error)))
 
@@ -159,10 +165,9 @@ class TransportManager:
         """Make progress on every transport; returns the tickets that have ended and the outcomes of `connect`."""
         events, self._events, self._must_poll_now = self._events, [], False
         completions = {name: transport.poll() for name, transport in self._transports.items()}
-        keys = {(posted.transport.name, posted.ticket): key for key, posted in self._open.items()}
         for name, completed in completions.items():
             for completion in completed:
-                key = keys.get((name, completion.ticket))
+                key = self._keys.pop((name, completion.ticket), None)
                 if key is not None:
                     ended = self._open.pop(key)
                     self.moved_bytes[ended.direction] += 0 if completion.error else ended.num_bytes
@@ -173,11 +178,11 @@ class TransportManager:
         return events
 
     def _advance(self, completions: Mapping[str, Sequence[Completion]]) -> Iterator[TransportEvent]:
-        for negotiation in self._negotiations:
+        for negotiation in (current := self._current(time.monotonic())):
             # One copy at a time: work for one peer would count as time of another peer's self-test.
             now = time.monotonic()
-            others = (other for other in self._negotiations if other is not negotiation)
-            may_post = not negotiation.may_wait or not any(other.is_copying(now) for other in others)
+            others = (other for other in current if other is not negotiation)
+            may_post = not negotiation.may_wait(now) or not any(other.is_copying(now) for other in others)
             for outcome in negotiation.advance(completions, now, may_post):
                 for transport in negotiation.chosen:
                     self._routes[negotiation.peer] = transport
@@ -185,6 +190,13 @@ class TransportManager:
                     self._record(met)
                 yield self._with_reach(outcome)
         self._negotiations = [negotiation for negotiation in self._negotiations if not negotiation.is_settled]
+
+    def _current(self, now: float) -> list[Negotiation]:
+        """Those that go on: the first to come begins first, and nobody waits for a peer that does not get on."""
+        current = [negotiation for negotiation in self._negotiations if negotiation.has_begun]
+        num_free = AT_ONCE - sum(not negotiation.is_hung(now) for negotiation in current)
+        waiting = (negotiation for negotiation in self._negotiations if not negotiation.has_begun)
+        return [*current, *islice(waiting, max(num_free, 0))]
 
     def _with_reach(self, outcome: TransportEvent) -> TransportEvent:
         if self._peer_slots is None or not isinstance(outcome, PeerConnected):

@@ -65,9 +65,11 @@ class Negotiation:
         offer: Offer | TargetOffer,
         transports: Sequence[Transport],
         tests_s: float,
+        now: float,
         context: LocalContext,
     ) -> None:
-        """All tests together may take `tests_s`; time that one does not need is left for the others."""
+        """All tests together may take `tests_s`; time that one does not need is left for the others. `now` is in
+        seconds of any clock."""
         self.peer = peer
         self.chosen: tuple[Transport, ...] = ()
         self.met: tuple[PeerReport, ...] = ()
@@ -85,6 +87,7 @@ class Negotiation:
         self._untested: list[str] = []
         self._is_over = False
         self._tests_s = tests_s
+        self._asked_at = now
         # Empty before the first test.
         self._timeouts: list[AwakeTimeout] = []
 
@@ -101,11 +104,18 @@ class Negotiation:
             test.abandon()
 
     @property
-    def may_wait(self) -> bool:
+    def has_begun(self) -> bool:
+        """Whether a transport has been tried, or none ever will be."""
+        return self._is_over or bool(self._tests or self._unconnected or self._untested)
+
+    def may_wait(self, now: float) -> bool:
         """Whether there is time to let copies of other negotiations go first. Not for long: with many peers at once, or
         silent ones, figures that are too low are better than none."""
-        spent_s = sum(self._tests_s - timeout.left_s for timeout in self._timeouts)
-        return spent_s < min(MAX_WAIT_S, self._tests_s / 4)
+        return now - self._asked_at < min(MAX_WAIT_S, self._tests_s / 4)
+
+    def is_hung(self, now: float) -> bool:
+        """Whether a copy takes longer than any should."""
+        return any(test.is_hung(now) for _, test in self._tests)
 
     def is_copying(self, now: float) -> bool:
         """Whether a copy is in progress that other work would slow down."""

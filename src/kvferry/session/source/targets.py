@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf
 
 from msgspec import structs
 
@@ -48,6 +49,8 @@ class Targets:
         self._rank = rank
         self._timing = timing
         self._known: dict[Party, _Target] = {}
+        # Nobody has been idle for long enough before this: whoever is heard of is idle later.
+        self._first_s = inf
 
     def __len__(self) -> int:
         return len(self._known)
@@ -69,7 +72,8 @@ class Targets:
         if len(self._known) >= MAX_TARGETS:
             raise TransferError(Reason.UNREACHABLE, "too many targets at once", found=f"{len(self._known)} targets")
         layouts = tuple(map(sharing_parts, offer.layouts))
-        self._known[offer.party] = _Target(peer, structs.replace(offer, layouts=layouts), now)
+        known = self._known[offer.party] = _Target(peer, structs.replace(offer, layouts=layouts), now)
+        self._first_s = min(self._first_s, self._ends(known))
         return [*replaced, Connect(offer.party, offer)]
 
     def settled(self, event: PeerConnected | PeerUnreachable) -> list[Command]:
@@ -125,14 +129,18 @@ class Targets:
 
     def expire(self, busy: Collection[Party], now: float) -> list[Command]:
         """Forget those that have said nothing for long and that nothing is written to."""
+        if now < self._first_s:
+            return []
         idle = [party for party, known in self._known.items() if self._ends(known) <= now]
         for party in busy:
             self.heard(party, now)
-        return [self._forget(party) for party in idle if party not in busy]
+        commands: list[Command] = [self._forget(party) for party in idle if party not in busy]
+        self._first_s = min(map(self._ends, self._known.values()), default=inf)
+        return commands
 
     def next_deadline(self) -> float:
-        """When the next one has been idle for long enough; infinity when there is none."""
-        return min(map(self._ends, self._known.values()), default=float("inf"))
+        """When the next one has been idle for long enough, or sooner; infinity when there is none."""
+        return self._first_s if self._known else inf
 
     def _program(self, offer: TargetOffer) -> Program:
         rank, found = offer.party.rank, route(self._layouts, offer.layouts)

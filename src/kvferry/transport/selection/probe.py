@@ -8,7 +8,7 @@ whether a write has arrived: each test picks one of these pages at random and wr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -60,9 +60,15 @@ def fill_probe(buffer: View, seed: int) -> None:
     buffer[:] = words.astype("<u8", copy=False).view(np.uint8)[: buffer.size]
 
 
-@lru_cache(maxsize=1)
+# By size and seed, as long as somebody has it.
+_PATTERNS: WeakValueDictionary[tuple[int, int], View] = WeakValueDictionary()
+
+
 def pattern(size_bytes: int, seed: int) -> View:
-    """The pattern of a probe. It is cached, as all transports to a peer are tested one after the other."""
-    expected = np.empty(size_bytes, np.uint8)
-    fill_probe(expected, seed)
+    """The pattern of a probe: one for all tests of a peer's transports, while any of them goes on."""
+    expected = _PATTERNS.get((size_bytes, seed))
+    if expected is None:
+        expected = np.empty(size_bytes, np.uint8)
+        fill_probe(expected, seed)
+        _PATTERNS[size_bytes, seed] = expected
     return expected

@@ -63,6 +63,8 @@ class SelfTest:
         self._peer = peer
         self._probe = probe
         self._buffer: View = np.empty(0, np.uint8)
+        # The contents of the peer's probe.
+        self._expected: View = np.empty(0, np.uint8)
         self._scratch = ScratchBuffer(0, probe)
         self._memory: Memory | None = None
         self._ticket: Ticket | None = None
@@ -83,6 +85,7 @@ class SelfTest:
             self._end(f"a probe of {self._probe.size_bytes} bytes")
             return
         self._buffer = np.zeros(ScratchBuffer(0, self._probe).size_bytes, np.uint8)
+        self._expected = pattern(self._probe.size_bytes, self._probe.seed)
         self._scratch = ScratchBuffer(int(self._buffer.ctypes.data), self._probe)
         memory = Memory(self._scratch.address, self._buffer.size, -1)
         try:
@@ -93,11 +96,6 @@ class SelfTest:
             self._steps = all_steps(self._scratch, [self._new_mark()] if self._probe.is_writable else [])
         except FerryError as error:
             self._end(str(error))
-
-    @property
-    def _expected(self) -> View:
-        """The contents of the peer's probe."""
-        return pattern(self._probe.size_bytes, self._probe.seed)
 
     @property
     def _read_buffer(self) -> View:
@@ -118,7 +116,11 @@ class SelfTest:
 
     def is_copying(self, now: float) -> bool:
         """Whether a copy is under way and has not hung: other work of this thread would count as its time."""
-        return self._ticket is not None and now - self._posted_at < HUNG_S
+        return self._ticket is not None and not self.is_hung(now)
+
+    def is_hung(self, now: float) -> bool:
+        """Whether the copy that is under way takes longer than any should."""
+        return self._ticket is not None and now - self._posted_at >= HUNG_S
 
     def advance(self, completions: Iterable[Completion], now: float, *, may_post: bool = True) -> None:
         """Process ended tickets (those of others are ignored) and the time; post the next copy if `may_post`."""

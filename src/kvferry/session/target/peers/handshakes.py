@@ -141,6 +141,8 @@ class Handshakes:
         peer.machine.move("offer")
         peer.offer, peer.last_sent = structs.replace(offer, layout=sharing_parts(offer.layout)), now
         if peer.direction is Direction.READ:
+            # Our own tests end by themselves, but first come those of other peers.
+            peer.deadline = now + self._timing.handshake_s + self._timing.transfer_s
             yield Connect(peer.key, offer)
         else:
             yield from self._ask(peer)
