@@ -1,4 +1,5 @@
-"""What the operating system says and does: its errors in words, TCP connections that notice a lost host, its limits."""
+"""What the operating system says and does: its errors in words, TCP connections that notice a lost host, its limits,
+and what a forked child inherits."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import os
 import resource
 import socket
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
+from weakref import WeakMethod
 
 # A probe after so many seconds of silence, then one every so many seconds, and how many may go unanswered.
 IDLE_S, INTERVAL_S, NUM_PROBES = 10, 5, 3
@@ -56,3 +59,23 @@ def allow_many_descriptors() -> None:
         # A sandbox may refuse it; the limit is then the one that was there.
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+_IN_CHILDREN: list[WeakMethod[Callable[[], None]]] = []
+
+
+def in_children(leave: Callable[[], None]) -> None:
+    """Call this bound method in each child that is forked while its object lives.
+
+    A child inherits listening sockets: while it lives, its parent's death would not be noticed by who connects there.
+    """
+    _IN_CHILDREN.append(WeakMethod(leave, _IN_CHILDREN.remove))
+
+
+def _in_child() -> None:
+    for reference in tuple(_IN_CHILDREN):
+        if leave := reference():
+            leave()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -5,6 +5,8 @@ import itertools
 import os
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -143,3 +145,34 @@ def test_a_process_without_file_descriptors_learns_nothing_and_may_ask_again(liv
     assert liveness.refused_peers() == []
     liveness.start(peer)
     assert liveness.refused_peers() == [peer]
+
+
+FORKS = """
+import os, sys, time
+from kvferry.agent.control.channel import ControlChannel
+from kvferry.transport.tcp.transport import TcpTransport
+channel, moving = ControlChannel("127.0.0.1", 0), TcpTransport("127.0.0.1")
+heard, says = os.pipe()
+if not os.fork():
+    os.close(1)
+    os.write(says, b"there")
+    sys.stdin.read()
+    os._exit(0)
+os.read(heard, 5)
+print(channel.address, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_forked_child_does_not_keep_a_dead_source_alive(liveness):
+    """It inherits what its parent listens on. This end of its standard input ends it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        peer = PeerKey(engine.stdout.readline().strip(), "p0", "e1")
+        liveness.start(peer)
+        assert liveness.refused_peers() == []
+        engine.kill()
+        engine.wait()
+        liveness.start(peer)
+        assert liveness.refused_peers() == [peer]

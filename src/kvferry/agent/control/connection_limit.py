@@ -13,11 +13,13 @@ import os
 import socket
 import struct
 from collections import Counter
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Final
 
 import zmq
 
+from kvferry.system import in_children
 from kvferry.transport.machine.addresses import family_of
 
 MAX_CONNECTIONS = 4096
@@ -46,6 +48,9 @@ class LimitedListener:
         self._listener = socket.create_server((host, port), family=family_of(ip_address(host)), backlog=BACKLOG)
         # ZeroMQ expects that: otherwise a connection that ends before it is accepted would block all others.
         self._listener.setblocking(False)
+        in_children(self.leave_to_parent)
+        # ZeroMQ's descriptor of the same socket.
+        self._shared_fd = -1
         self._max_connections = max_connections
         self._open: set[int] = set()
         self._is_paused = False
@@ -62,7 +67,8 @@ class LimitedListener:
         monitor.connect(name)
         host, port = self._listener.getsockname()[:2]
         # ZeroMQ closes the descriptor that it gets, so it gets a copy.
-        router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))
+        self._shared_fd = os.dup(self._listener.fileno())
+        router.setsockopt(zmq.USE_FD, self._shared_fd)
         router.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
         return monitor
 
@@ -82,6 +88,13 @@ class LimitedListener:
             else:
                 self.refused[REFUSALS[event]] += 1
         self._pause(len(self._open) >= self._max_connections)
+
+    def leave_to_parent(self) -> None:
+        """Of a forked child: it is the parent that listens, and whoever connects is to notice its end."""
+        with suppress(OSError):
+            if self._listener.fileno() >= 0 and os.path.sameopenfile(self._listener.fileno(), self._shared_fd):
+                os.close(self._shared_fd)
+        self.close()
 
     def close(self) -> None:
         """Stop listening. Safe to call twice."""
