@@ -12,7 +12,7 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.programs.copies import Copies
 from kvferry.session.commands import Post
-from kvferry.session.events import PeerConnected, PeerUnreachable, TicketEnded
+from kvferry.session.events import PeerConnected, PeerMoved, PeerUnreachable, TicketEnded
 from kvferry.session.keys import PeerKey, ReadKey
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.machine.facts import Place
@@ -41,6 +41,7 @@ class Scripted:
         self.reported = ""
         self.connected, self.cancelled, self.registered, self.ended, self.open = set(), [], [], [], []
         self.is_closed = False
+        self.num_moved = 0
         self.numbers = iter(range(1, 1000))
 
     def register(self, memory):
@@ -95,6 +96,9 @@ class Scripted:
     def poll(self):
         ended, self.ended = self.ended, []
         return ended
+
+    def moved(self, peer):
+        return self.num_moved
 
     def close(self):
         self.is_closed = True
@@ -265,6 +269,25 @@ def test_a_transport_that_cannot_take_the_memory_is_not_offered():
         "nixl": "cannot register",
         "shm": "other host",
     }
+
+
+def test_bytes_that_move_are_told_of_once_a_second(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("kvferry.agent.transports.manager.time.monotonic", lambda: now[0])
+    slow = Scripted("nixl")
+    manager = TransportManager("nixl", [slow], {}, TESTS_S)
+    manager.connect(PEER, offer("nixl"))
+    outcomes(manager)
+    manager.post(Post(KEY, NO_ROWS))
+    told = []
+    # Before anything is asked for, bytes of before are nothing new.
+    for at, num_moved in ((101.0, 5), (101.5, 6), (102.0, 7), (103.5, 7), (105.0, 9)):
+        now[0], slow.num_moved = at, num_moved
+        told += [(at, event) for event in manager.poll()]
+    assert told == [(102.0, PeerMoved(PEER)), (105.0, PeerMoved(PEER))]
+    slow.ended = [Completion(slow.open[0], "")]
+    now[0], slow.num_moved = 107.0, 20
+    assert manager.poll() == [TicketEnded(KEY, "")]
 
 
 @pytest.mark.parametrize("buffer_device", ["cpu", "cuda"])

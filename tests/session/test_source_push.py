@@ -21,6 +21,7 @@ from kvferry.session.events import (
     LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
+    PeerMoved,
     PeerUnreachable,
     Tick,
     TicketEnded,
@@ -67,6 +68,14 @@ def test_a_cache_is_written_and_valid(source):
     written = m.Written("c1", NUM_BYTES, len(post.copies))
     play(source, [(2, TicketEnded(TICKET, ""), [Reply("x", written), VALID, FREE])])
     assert source.num_live() == 0
+
+
+def test_a_target_that_asks_is_told_that_bytes_move(source):
+    """Not that they do where they do not: it gives up a write that hangs."""
+    queued = Reply("x", m.Queued("c1"))
+    play(source, [*WRITING, (2, said(CLAIM), [GRANT]), (3, PeerMoved(OTHER_TARGET), []), (3, said(CLAIM), [GRANT])])
+    play(source, [(4, PeerMoved(THEM), []), (4, said(CLAIM), [queued]), (5, said(CLAIM), [GRANT])])
+    play(source, [(6, PeerMoved(THEM), []), (7, TicketEnded(TICKET, ""), [*ENDED, FREE]), (8, PeerMoved(THEM), [])])
 
 
 def two_readers(source, subject=NOTHING):

@@ -54,6 +54,7 @@ from kvferry.session.events import (
     HostSilent,
     PeerConnected,
     PeerGone,
+    PeerMoved,
     PeerUnreachable,
     Tick,
     TicketEnded,
@@ -337,6 +338,29 @@ def test_a_silent_source_whose_process_has_ended_is_not_waited_for_either(target
 def test_a_source_that_nobody_waits_for_is_not_lost_by_a_liveness_probe(target):
     play(target, DONE)
     play(target, [(0.8, PeerGone(PEER), [])])
+
+
+def test_a_read_whose_bytes_move_is_not_given_up(target):
+    """However long it takes on its network, up to the time that a lease may wait."""
+    play(target, POSTED)
+    limit_s, ended = TIMING.hold_s + TIMING.transfer_s, []
+    for second in range(1, int(limit_s) + 3):
+        now = float(second)
+        target.handle(answer(m.Renewed(())), now)
+        target.handle(PeerMoved(PEER), now)
+        ended += [now for command in target.handle(Tick(), now) if isinstance(command, FetchFailed)]
+    assert ended == [limit_s + 1]
+
+
+def test_bytes_of_another_peer_are_no_reason_to_wait(target):
+    play(target, POSTED)
+    ended = []
+    for second in range(1, int(TIMING.transfer_s) + 3):
+        target.handle(answer(m.Renewed(())), float(second))
+        target.handle(PeerMoved(replace(PEER, address="tcp://127.0.0.1:2")), float(second))
+        target.handle(PeerMoved(US), float(second))
+        ended += [second for command in target.handle(Tick(), float(second)) if isinstance(command, FetchFailed)]
+    assert ended == [int(TIMING.transfer_s) + 1]
 
 
 def test_a_peer_may_be_tested_after_many_others(target):

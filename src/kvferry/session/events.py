@@ -176,6 +176,13 @@ class PeerConnected:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerMoved:
+    """Since the last look bytes have moved to or from a peer, of tickets that are still open."""
+
+    peer: Remote
+
+
+@dataclass(frozen=True, slots=True)
 class PeerUnreachable:
     """No transport to the peer works."""
 

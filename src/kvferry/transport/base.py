@@ -111,6 +111,11 @@ class Transport(Protocol):
         """Make progress and return the tickets that ended since the last call, each exactly once."""
         ...
 
+    def moved(self, peer: str) -> int:
+        """A number that grows while bytes of open tickets move to or from a connected peer: tickets of one peer wait
+        for one another, so it does not tell them apart. 0 where nothing is known."""
+        ...
+
     def close(self) -> None:
         """Release everything. Safe to call twice."""
         ...

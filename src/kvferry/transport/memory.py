@@ -94,6 +94,9 @@ class MemoryTransport:
         with self._fabric.lock:
             return self._queue.run()
 
+    def moved(self, peer: str) -> int:
+        return self._queue.num_moved
+
     def close(self) -> None:
         with self._fabric.lock:
             self._queue.drop(lambda job: True, "this transport was closed")

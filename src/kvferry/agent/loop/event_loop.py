@@ -42,7 +42,8 @@ _SourceEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn | e.RanksKnow
 _TargetEvent = e.LocateRequest | e.HoldRequest | e.FetchRequest | e.AbortRequest
 _Work = c.Post | c.Cancel | c.Digest | c.DropDigest | c.CheckLiveness | c.Acquire | c.Release | c.Stage
 _PeerEvent = e.AnswerArrived | e.PeerGone | e.HostSilent
-_CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested | e.Acquired | e.Staged
+_AboutPeer = e.PeerConnected | e.PeerUnreachable | e.PeerMoved
+_CommonEvent = _AboutPeer | e.TicketEnded | e.Digested | e.Acquired | e.Staged
 
 EngineRequest = _SourceEvent | _TargetEvent
 """A call of the engine, on its way to the agent's thread."""
@@ -183,7 +184,7 @@ class EventLoop:
 
     def _feed(self, event: _CommonEvent) -> None:
         """An event that either session may have asked for: its key says which one."""
-        name = event.peer if isinstance(event, e.PeerConnected | e.PeerUnreachable) else event.key
+        name = event.peer if isinstance(event, _AboutPeer) else event.key
         name = name.work if isinstance(name, k.SlotKey) else name
         if isinstance(name, k.PeerKey | k.ReadKey):
             self._feed_target(event)

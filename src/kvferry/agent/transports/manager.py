@@ -14,7 +14,7 @@ from kvferry.agent.transports.negotiation import Negotiation, PeerReport, name_o
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Post
-from kvferry.session.events import PeerConnected, PeerUnreachable, TicketEnded
+from kvferry.session.events import PeerConnected, PeerMoved, PeerUnreachable, TicketEnded
 from kvferry.session.keys import Remote, WorkKey
 from kvferry.transport.base import Completion, Memory, Ticket, Transport
 from kvferry.transport.machine.finding import Severity
@@ -27,7 +27,9 @@ NOWHERE = LocalContext()
 AT_ONCE = 24
 logger = logging.getLogger(__name__)
 
-TransportEvent = TicketEnded | PeerConnected | PeerUnreachable
+# How often it is looked whether bytes move.
+LOOK_S = 1.0
+TransportEvent = TicketEnded | PeerConnected | PeerUnreachable | PeerMoved
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,9 @@ class TransportManager:
         self._events: list[TransportEvent] = []
         self._peer_slots = peer_slots
         self._must_poll_now = False
+        # What each peer's transport has told of it, and when it is asked again.
+        self._moved: dict[Remote, int] = {}
+        self._look_at = 0.0
 
     @property
     def busy(self) -> bool:
@@ -173,6 +178,7 @@ class TransportManager:
                     self.moved_bytes[ended.direction] += 0 if completion.error else ended.num_bytes
                     events.append(TicketEnded(key, completion.error))
         events += self._advance(completions)
+        events += self._look_for_progress(time.monotonic())
         self._must_poll_now = bool(self._open) and any(completions.values())
         self._must_poll_now |= any(negotiation.must_poll_now for negotiation in self._negotiations)
         return events
@@ -190,6 +196,14 @@ class TransportManager:
                     self._record(met)
                 yield self._with_reach(outcome)
         self._negotiations = [negotiation for negotiation in self._negotiations if not negotiation.is_settled]
+
+    def _look_for_progress(self, now: float) -> Iterator[PeerMoved]:
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        moved = {key.remote: posted.transport.moved(name_of(key.remote)) for key, posted in self._open.items()}
+        before, self._moved = self._moved, moved
+        yield from (PeerMoved(peer) for peer, number in moved.items() if number > before.get(peer, number))
 
     def _current(self, now: float) -> list[Negotiation]:
         """Those that go on: the first to come begins first, and nobody waits for a peer that does not get on."""

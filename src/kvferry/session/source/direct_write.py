@@ -25,7 +25,8 @@ MIN_AHEAD = 2
 @dataclass(slots=True)
 class DirectWrite:
     """`peer` names whom to answer, `error` says what did not work. `todo` are the stretches that are not posted, `uses`
-    the tickets that are open, in their order. `has_progressed`: one has ended since the target last asked.
+    the tickets that are open, in their order. `has_progressed`: one has ended, or its bytes have moved, since the
+    target last asked.
 
     With `bundles` of states, what is computed of some states is sent before the other states are: `cut` is the
     stretch that is sent so, and `cut_todo` what is not posted of it. `is_clean` says that nothing which was sent can be
@@ -59,12 +60,12 @@ class DirectWrite:
         return not self.is_open and not self.error
 
     def status(self) -> Grant | Queued | Written | Refusal:
-        """Its progress, while its lease is live. `Queued` keeps the target waiting: only a prefill may do so, not a
-        write that hangs."""
+        """Its progress, while its lease is live. `Queued` keeps the target waiting: a prefill may do so, and bytes that
+        move, not a write that hangs."""
         if self.error:
             return Refusal(Reason.TRANSPORT, "the write failed", self.error, "", self.key.claim_id)
         has_progressed, self.has_progressed = self.has_progressed, False
-        if (self.todo or self.cut_todo) and (has_progressed or not self.uses):
+        if self.is_open and (has_progressed or not self.uses):
             return Queued(self.key.claim_id)
         if self.is_open:
             return Grant(self.key.claim_id, ())

@@ -11,7 +11,9 @@ from kvferry.errors import TransferError
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT
 from kvferry.session.commands import Command, Count, DropDigest, LeaseEnded
 from kvferry.session.events import LeaseRequest
+from kvferry.session.keys import Remote
 from kvferry.session.refusals import refuse
+from kvferry.session.source.direct_write import DirectWrite
 from kvferry.session.source.lease import Lease
 from kvferry.session.source.writes import Writes
 from kvferry.session.timing import Timing
@@ -61,6 +63,13 @@ class LeaseTable:
         """Targets that we may be writing to."""
         # A lease that is written from has not released its blocks, so the many that are over need not be looked at.
         return {key.party for lease in self._by_request.values() for key in lease.writes if lease.is_writing}
+
+    def moved(self, target: Remote) -> None:
+        """Bytes of writes to a target move: it is told so when it asks."""
+        for lease in self._by_request.values():
+            for key, write in lease.writes.items():
+                if key.party == target and isinstance(write, DirectWrite):
+                    write.has_progressed = True
 
     def next_deadline(self) -> float:
         """When the next one ends, or is forgotten; infinity when there is none."""

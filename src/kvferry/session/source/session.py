@@ -29,7 +29,8 @@ from kvferry.wire.messages import Reason
 
 _EngineEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn | e.RanksKnown
 _WriteEvent = e.TicketEnded | e.Acquired | e.Staged
-SourceEvent = _EngineEvent | _WriteEvent | e.FrameArrived | e.PeerConnected | e.PeerUnreachable | e.Digested | e.Tick
+_AboutPeer = e.PeerConnected | e.PeerUnreachable | e.PeerMoved
+SourceEvent = _EngineEvent | _WriteEvent | e.FrameArrived | _AboutPeer | e.Digested | e.Tick
 
 # How a lease ends that has the id of another one.
 LEASE_ID_IN_USE = "lease_id_in_use"
@@ -56,6 +57,7 @@ class SourceSession:
             e.FrameArrived: self._answer,
             e.PeerConnected: self._connected,
             e.PeerUnreachable: self._connected,
+            e.PeerMoved: self._moved,
             e.TicketEnded: self._write_progressed,
             e.Acquired: self._write_progressed,
             e.Staged: self._write_progressed,
@@ -130,6 +132,10 @@ class SourceSession:
     def _tick(self, event: e.Tick, now: float) -> list[Command]:
         # What is written is posted before anything is planned that can wait.
         return list(self._writes.prepare()) or self._completed_reads.prepare()
+
+    def _moved(self, event: e.PeerMoved, now: float) -> list[Command]:
+        self._leases.moved(event.peer)
+        return []
 
     def _connected(self, event: e.PeerConnected | e.PeerUnreachable, now: float) -> list[Command]:
         return self._targets.settled(event)

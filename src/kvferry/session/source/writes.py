@@ -70,7 +70,8 @@ class Writes:
         if known := lease.writes.get(key):
             known.peer = peer
             # The grant of a read has block tables, and has been sent.
-            return [] if known.is_open else [Reply(peer, known.status())]
+            has_news = isinstance(known, DirectWrite) and known.has_progressed
+            return [] if known.is_open and not has_news else [Reply(peer, known.status())]
         request = self._targets.request(claim, lease.request)
         write = lease.writes[key] = DirectWrite(key, peer, request, [parted(claim.read_from)[0]])
         self._shares.append((write, lease))

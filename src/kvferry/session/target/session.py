@@ -27,7 +27,7 @@ from kvferry.wire import messages as m
 from kvferry.wire.messages import Reason
 
 _EngineEvent = e.LocateRequest | e.HoldRequest | e.FetchRequest | e.AbortRequest
-_PeerEvent = e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.PeerGone | e.HostSilent
+_PeerEvent = e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.PeerMoved | e.PeerGone | e.HostSilent
 TargetEvent = _EngineEvent | _PeerEvent | e.TicketEnded | e.Acquired | e.Staged | e.Digested | e.Tick
 Step = f.Step | PeerLost | PeerReady
 
@@ -52,6 +52,7 @@ class TargetSession:
             e.AnswerArrived: self._answer,
             e.PeerConnected: self._peers.connected,
             e.PeerUnreachable: self._peers.unreachable,
+            e.PeerMoved: self._reads.moved,
             e.PeerGone: self._gone,
             e.HostSilent: self._silent,
             e.TicketEnded: self._ticket_ended,

@@ -207,6 +207,16 @@ def says_what_carries_the_bytes(world: World) -> None:
     assert all(carriers)
 
 
+def tells_that_bytes_have_moved(world: World) -> None:
+    moved = world.near.transport.moved
+    assert moved("far") == 0
+    expect_copied(world, random_rows(SEED, 200, 900), Direction.READ)
+    after_read = moved("far")
+    assert after_read > 0
+    expect_copied(world, random_rows(SEED, 200, 900), Direction.WRITE)
+    assert moved("far") > after_read
+
+
 def closing_ends_open_tickets(world: World) -> None:
     copies = copies_of(world, random_rows(SEED, 200, 900), Direction.READ)
     tickets = [world.post(copies, Direction.READ) for _ in range(3)]
@@ -243,5 +253,6 @@ CONTRACT: tuple[Check, ...] = (
     both_sides_can_copy_at_once,
     garbage_descriptors_are_refused,
     says_what_carries_the_bytes,
+    tells_that_bytes_have_moved,
     closing_ends_open_tickets,
 )

@@ -141,6 +141,9 @@ class CrossMemoryTransport:
     def poll(self) -> list[Completion]:
         return self._queue.run()
 
+    def moved(self, peer: str) -> int:
+        return self._queue.num_moved
+
     def close(self) -> None:
         self._queue.drop(lambda job: True, "this transport was closed")
         for name in list(self._peers):

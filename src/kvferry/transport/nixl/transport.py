@@ -19,7 +19,7 @@ What had to be learned about NIXL 1.5 and is relied on here:
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -111,6 +111,8 @@ class NixlTransport:
         self._report = UcxIntrospection()
         self._endpoints: dict[str, frozenset[int]] = {}
         self._jobs: list[Job] = []
+        # Parts that have moved, by peer.
+        self._num_moved: Counter[str] = Counter()
         self._is_closed = False
 
     def register(self, memory: Memory) -> None:
@@ -166,6 +168,7 @@ class NixlTransport:
         """Its open tickets end with an error as soon as NIXL says that their bytes do not move any more."""
         if self._peers.pop(peer, None) is None:
             return
+        self._num_moved.pop(peer, None)
         for job in self._jobs:
             if job.peer == peer:
                 job.stop_posting(f"peer {peer!r} was disconnected")
@@ -196,6 +199,9 @@ class NixlTransport:
             self._jobs = [job for job in self._jobs if job.waiting or job.active]
             self._unload_idle_agents()
         return [Completion(job.ticket, job.error) for job in ended]
+
+    def moved(self, peer: str) -> int:
+        return int(self._num_moved[peer])
 
     def close(self) -> None:
         """Ends the agent: with its worker gone, nothing can move bytes any more, terminal or not."""
@@ -266,7 +272,9 @@ class NixlTransport:
     def _is_terminal(self, job: Job, handle: Any, state: str) -> bool:
         if state == "PROC":
             return False
-        if state != "DONE":
+        if state == "DONE":
+            self._num_moved[job.peer] += 1
+        else:
             job.stop_posting(f"NIXL: {state}")
         self._quietly(self._agent.release_xfer_handle, handle)
         return True

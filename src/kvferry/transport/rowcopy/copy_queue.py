@@ -40,6 +40,8 @@ class CopyQueue:
         self._numbers = count(1)
         self._jobs: deque[Job] = deque()
         self._ended: list[Completion] = []
+        self.num_moved = 0
+        """Bytes, all together."""
 
     def add(self, posting: Posting) -> Ticket:
         """Queue a copy in memory. Raises TransportError when a row leaves the regions of either side."""
@@ -72,6 +74,7 @@ class CopyQueue:
         try:
             for num_bytes in job.work:
                 copied += num_bytes
+                self.num_moved += num_bytes
                 job.quantum_bytes -= num_bytes
                 if job.quantum_bytes <= 0:
                     job.quantum_bytes = QUANTUM_BYTES

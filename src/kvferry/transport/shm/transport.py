@@ -158,6 +158,9 @@ class SharedMemoryTransport:
             self._unmap([peer for peer, attached in self._peers.items() if not attached.exists])
         return self._queue.run()
 
+    def moved(self, peer: str) -> int:
+        return self._queue.num_moved
+
     def close(self) -> None:
         self._queue.drop(lambda job: True, "this transport was closed")
         self._peers.clear()

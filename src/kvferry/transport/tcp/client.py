@@ -98,6 +98,11 @@ class PeerClient:
             thread.join(timeout_s)
 
     @property
+    def num_moved(self) -> int:
+        """Bytes, over all connections."""
+        return sum(lane.num_moved for lane in self._lanes)
+
+    @property
     def is_over(self) -> bool:
         """Whether no thread works, and so all tickets of a stopped client have ended."""
         return not self._working

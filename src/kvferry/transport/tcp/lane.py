@@ -71,6 +71,8 @@ class Lane:
         self._address = address
         self._stall_timeout_s = stall_timeout_s
         self._proof = b""
+        self.num_moved = 0
+        """Bytes, over all connections; only the thread that moves them writes it."""
         # Guards what follows.
         self._lock = threading.Lock()
         self._connection: Connection | None = None
@@ -113,13 +115,38 @@ class Lane:
             connection.send_message(request, columns.tobytes())
             _expect_granted(connection)
             if part.direction is Direction.READ:
-                if reason := _receive(connection, part, staging, is_over):
+                if reason := self._receive(connection, part, staging, is_over):
                     self.disconnect()
                     return reason
             else:
-                _send(connection, part, staging)
+                self._send(connection, part, staging)
                 _expect_granted(connection)
         return ""
+
+    def _receive(self, connection: Connection, part: Transfer, staging: View, is_over: Callable[[], str]) -> str:
+        for chunk in stream_chunks(part.length, CHUNK_BYTES):
+            if reason := is_over():
+                return reason
+            sizes, side = part.length[chunk], part.local.subset(chunk)
+            num_bytes = int(sizes.sum())
+            if len(sizes) == 1:
+                connection.receive_into(_only_row(side, sizes))
+            else:
+                connection.receive_into(staging.data[:num_bytes])
+                scatter(staging, side, sizes)
+            self.num_moved += num_bytes
+        return ""
+
+    def _send(self, connection: Connection, part: Transfer, staging: View) -> None:
+        for chunk in stream_chunks(part.length, CHUNK_BYTES):
+            sizes, side = part.length[chunk], part.local.subset(chunk)
+            num_bytes = int(sizes.sum())
+            if len(sizes) == 1:
+                connection.send(_only_row(side, sizes))
+            else:
+                gather(side, sizes, staging)
+                connection.send(staging.data[:num_bytes])
+            self.num_moved += num_bytes
 
     def stop(self, reason: str) -> None:
         """End what moves, and open no connection any more. From any thread."""
@@ -134,29 +161,6 @@ class Lane:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
-
-
-def _receive(connection: Connection, part: Transfer, staging: View, is_over: Callable[[], str]) -> str:
-    for chunk in stream_chunks(part.length, CHUNK_BYTES):
-        if reason := is_over():
-            return reason
-        sizes, side = part.length[chunk], part.local.subset(chunk)
-        if len(sizes) == 1:
-            connection.receive_into(_only_row(side, sizes))
-            continue
-        connection.receive_into(staging.data[: int(sizes.sum())])
-        scatter(staging, side, sizes)
-    return ""
-
-
-def _send(connection: Connection, part: Transfer, staging: View) -> None:
-    for chunk in stream_chunks(part.length, CHUNK_BYTES):
-        sizes, side = part.length[chunk], part.local.subset(chunk)
-        if len(sizes) == 1:
-            connection.send(_only_row(side, sizes))
-            continue
-        gather(side, sizes, staging)
-        connection.send(staging.data[: int(sizes.sum())])
 
 
 def _only_row(side: LocatedRows, sizes: Offsets) -> memoryview:

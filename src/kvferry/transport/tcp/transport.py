@@ -130,6 +130,10 @@ class TcpTransport:
             del self._open[ended[-1].ticket]
         return ended
 
+    def moved(self, peer: str) -> int:
+        known = self._peers.get(peer)
+        return known[0].num_moved if known is not None else 0
+
     def close(self) -> None:
         """Waits for its threads, at most about twice the stall timeout when a connection is just being made."""
         for peer in list(self._peers):

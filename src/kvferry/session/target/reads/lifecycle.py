@@ -21,7 +21,7 @@ from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables
 from kvferry.plan.strategy.calibration import Costs
 from kvferry.plan.strategy.strategies import Side
 from kvferry.session.commands import Fetched, Post, Send
-from kvferry.session.events import FetchRequest
+from kvferry.session.events import FetchRequest, PeerMoved
 from kvferry.session.keys import PeerKey, SlotKey
 from kvferry.session.refusals import as_transfer_error
 from kvferry.session.target.peers.bindings import Binding, Bindings
@@ -215,6 +215,15 @@ class Reads:
                 read.moved_at = now
             elif now - read.progressed_at < self._timing.hold_s:
                 read.moved_at = self.staged.moved_at = now
+        yield from ()
+
+    def moved(self, event: PeerMoved, now: float) -> Iterator[Step]:
+        """Bytes of direct reads come, or of reads that theirs wait for: none of them is given up before `hold_s`."""
+        if isinstance(event.peer, PeerKey):
+            for fetch in self._fetches.values():
+                read = fetch.reads.get(event.peer)
+                if read is not None and not read.pipeline and now - read.granted_at < self._timing.hold_s:
+                    read.moved_at = now
         yield from ()
 
     def written(self, peer: Peer, written: Written, now: float) -> Iterator[Step]:
