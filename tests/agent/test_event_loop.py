@@ -2,11 +2,15 @@
 
 from types import SimpleNamespace
 
+from msgspec import structs
+
 from kvferry.agent.control.channel import ReceivedFrame
 from kvferry.agent.control.liveness_probes import LivenessProbes
 from kvferry.agent.loop.event_loop import EventLoop
-from kvferry.session.commands import Disconnect
+from kvferry.plan.programs.copies import Direction
+from kvferry.session.commands import Disconnect, Send
 from kvferry.session.keys import PeerKey
+from kvferry.wire.messages import Claim, Party, Reference
 
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
 
@@ -33,6 +37,22 @@ def test_a_peer_that_is_forgotten_is_not_probed_any_more():
     forgotten = []
     loop_of(forgotten)._execute_one(Disconnect(PEER))
     assert forgotten == [PEER, PEER]
+
+
+def test_a_claim_that_no_source_would_read_is_refused_here():
+    """A million blocks of one token: its source would end the connection, with everything else on it."""
+    sent, heard = [], []
+    target = SimpleNamespace(handle=lambda event, now: heard.append(event) or ())
+    loop = loop_of([], target)
+    loop.control.send = lambda peer, frame: sent.append(len(frame)) or True
+    claim = Claim(Party("d0", "e1", 0), "q1", Reference("p0", "e1", "r1", "l1"), 9, (0,), direction=Direction.WRITE)
+    for num_blocks in (500_000, 1_000_000):
+        tables = (tuple(range(100_000, 100_000 + num_blocks)),)
+        loop._execute_one(Send(PEER, structs.replace(claim, block_tables=tables)))
+    assert len(sent) == 1
+    (event,) = heard
+    assert (event.message.reason, event.message.claim_id) == ("out_of_range", "q1")
+    assert "at most 4194304 bytes" in event.message.expected
 
 
 def test_a_word_of_a_peer_ends_its_probes():

@@ -24,8 +24,8 @@ from kvferry.session import events as e
 from kvferry.session import keys as k
 from kvferry.session.source.session import SourceSession
 from kvferry.session.target.session import TargetSession
-from kvferry.wire.codec import decode, encode
-from kvferry.wire.messages import Message, Reason, Refusal
+from kvferry.wire.codec import MAX_REQUEST_BYTES, decode, encode
+from kvferry.wire.messages import Claim, Message, Reason, Refusal
 
 BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.001
@@ -201,7 +201,7 @@ class EventLoop:
     def _execute_one(self, command: c.Command) -> None:
         match command:
             case c.Send(peer, message):
-                self._sent(self.control.send(peer, encode(message)), message)
+                self._send(peer, message)
             case c.Reply(name, message):
                 self._sent(self.control.reply(name, encode(message)), message)
             case c.Connect(peer, offer):
@@ -242,6 +242,16 @@ class EventLoop:
                 self.staging.release(key)
             case c.Stage():
                 self.staging.stage(command)
+
+    def _send(self, peer: k.PeerKey, message: Message) -> None:
+        frame = encode(message)
+        if len(frame) <= MAX_REQUEST_BYTES or not isinstance(message, Claim):
+            self._sent(self.control.send(peer, frame), message)
+            return
+        # The source would end the connection, each time that the claim is repeated.
+        what, found, expected = "the claim is too long to be sent", f"{len(frame)} bytes", f"{MAX_REQUEST_BYTES} bytes"
+        refusal = Refusal(Reason.OUT_OF_RANGE, what, found, f"at most {expected}", message.claim_id)
+        self._feed_target(e.AnswerArrived(peer, refusal))
 
     def _sent(self, queued: bool, message: Message) -> None:
         """A full queue drops the message: the session repeats what is not answered."""
