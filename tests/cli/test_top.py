@@ -95,6 +95,18 @@ def test_a_frame_shows_who_is_there_and_what_is_out():
     assert "incompatible: 124,999 more pairs" in shown(Frame(reading, reading, many))
 
 
+def test_answers_that_are_errors_of_the_service_are_counted():
+    """Retries alone look like a fleet that gets on."""
+    text = 'kvferry_router_requests_total{{endpoint="e",path="p",status="{}"}} {}\n'
+    before, after = (
+        reading_of("".join(text.format(*line) for line in lines), at_s)
+        for at_s, lines in ((10.0, [(200, 5), (500, 1)]), (12.0, [(200, 5), (500, 9), (502, 4), (429, 7)]))
+    )
+    assert "answered with 5xx 6.0/s" in shown(Frame(before, after, MEMBERS))
+    assert summary(Frame(before, after, MEMBERS))["trouble"]["answered with 5xx"] == 13
+    assert "answered" not in shown(Frame(before, before, MEMBERS)).replace("answers", "")
+
+
 async def test_a_frame_of_a_real_router_has_its_figures():
     async with cluster([prefill_engine()], [decode_engine()]) as c:
         before = reading_of(await c.metrics(), 0.0)

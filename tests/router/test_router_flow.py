@@ -333,7 +333,8 @@ def test_the_only_decode_that_fails_with_anothers_cache_tries_without_that():
         (Answered(500, b"{}"), [failed(Role.DECODE, "status_500"), pick(Role.DECODE, D0, P0)]),
         (NoInstance(), [pick(Role.DECODE, P0)]),
         (Picked(D0), [retry(Role.DECODE, "status_500"), pick(Role.PREFILL, P0)]),
-        (NoInstance(), [fallback("prefill_failed"), Send(D0, RAW)]),
+        # No P has failed: an alarm would send its operator to the wrong machine.
+        (NoInstance(), [fallback("pair_failed"), Send(D0, RAW)]),
         (Answered(500, b""), [failed(Role.DECODE, "status_500"), Forward()]),
     )
 

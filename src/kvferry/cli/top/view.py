@@ -20,6 +20,7 @@ TROUBLE = {
     "lost caches": "kvferry_router_lost_caches_total",
     "failed upstream requests": "kvferry_router_upstream_errors_total",
 }
+FAILED = "answered with 5xx"
 ORDER = ("queue", "prefill", "decode_queue", "handshake", "claim", "wire", "verify", "lost", "first_decode", "decode")
 BAR = 40
 
@@ -47,7 +48,8 @@ def summary(frame: Frame) -> dict[str, Any]:
     return {
         "requests": now.total(REQUESTS),
         "tokens": now.total(f"{GAPS}_count"),
-        "trouble": {words: now.total(name) for words, name in TROUBLE.items()},
+        "trouble": {words: now.total(name) for words, name in TROUBLE.items()}
+        | {FAILED: sum(now.total(REQUESTS, status=status) for status in _failures(now))},
         "requests_per_s": now.rate(before, REQUESTS) if frame.has_rates else None,
         "tokens_per_s": now.rate(before, f"{GAPS}_count") if frame.has_rates else None,
         "ttft_p50_s": now.percentile(before, TTFT, 0.5) or None,
@@ -56,6 +58,7 @@ def summary(frame: Frame) -> dict[str, Any]:
         "itl_p99_s": now.percentile(before, GAPS, 0.99) or None,
         "phases_s": {phase: now.mean(before, PHASES, phase=phase) or None for phase in _phases(now)},
         "trouble_per_s": {words: now.rate(before, name) for words, name in TROUBLE.items()}
+        | {FAILED: sum(now.rate(before, REQUESTS, status=status) for status in _failures(now))}
         if frame.has_rates
         else None,
         **frame.members,
@@ -67,6 +70,10 @@ def view(frame: Frame) -> Group:
     found = summary(frame)
     titles = "\nmean time by phase (answers that are not streamed count as decode)", "\ninstances"
     return Group(_line(found), titles[0], _phase_table(found), titles[1], _member_table(found), *_out(found))
+
+
+def _failures(reading: Reading) -> list[str]:
+    return [status for status in reading.by("status", REQUESTS) if status.startswith("5")]
 
 
 def _phases(reading: Reading) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvferry import Reason
 from kvferry.connectors.buckets import BYTES_BUCKETS, PHASE_BUCKETS_S, ROWS_BUCKETS
 from kvferry.connectors.peer_labels import PeerLabels
 from kvferry.embedded.engine.async_engine import Engine
@@ -49,6 +50,8 @@ class Metrics:
         self._generated = self._counter("tokens_generated", "Generated tokens.")
         self._bytes = self._counter("received_bytes", "Bytes of cache that came from other engines.")
         self._failures = self._counter("transfer_failures", "Transfers that failed, by reason.", "reason")
+        # An alarm looks at what it grows by: a series that is not there before would hide the first one.
+        self._failures.labels(Reason.DIGEST)
         self._peers = PeerLabels()
         # By peer and transport, as those of vLLM's connector.
         whose = ("peer", "transport")

@@ -71,4 +71,11 @@ class MembersFile:
                 expected='{"prefill": ["http://host:port"], "decode": ["http://host:port"]}',
             ) from error
         prefill, decode = instances_of(Role.PREFILL, listed.prefill), instances_of(Role.DECODE, listed.decode)
+        if self._section and not (prefill or decode):
+            raise ConfigurationError(
+                "a members file without members",
+                found=f"{self._path}: empty lists",
+                expected="at least one engine",
+                hint="a template may have gone wrong; engines that are gone are found out without it",
+            )
         self._section.set(frozenset((*prefill, *decode)))

@@ -15,6 +15,10 @@ class Section:
         self._origin = origin
         self._listed: frozenset[Instance] = frozenset()
 
+    def __bool__(self) -> bool:
+        """Whether the list names any."""
+        return bool(self._listed)
+
     def set(self, now: frozenset[Instance]) -> None:
         """These are there, and no others of this list."""
         for instance in self._listed - now:

@@ -77,6 +77,8 @@ class Flow:
         # Whether the picked D can compute prompts, and why it is to compute this one, if it is.
         self._computes = True
         self._alone_for = ""
+        # What is said of prefill instances that are not asked again: they have failed, or a pair with one of them has.
+        self._lost_for = ""
         self._attempts = Attempts()
         # What the client gets when no decode instance is left.
         self._last_answer: Command = NO_DECODE_INSTANCE
@@ -136,7 +138,7 @@ class Flow:
         if self._attempts.acquit(Role.PREFILL):
             return self._pick(Role.PREFILL)
         failed = any(instance.role is Role.PREFILL for instance in self._attempts.failed)
-        return self._decode_alone("prefill_failed" if failed else event.reason or "no_prefill_instance")
+        return self._decode_alone(self._lost_for if failed else event.reason or "no_prefill_instance")
 
     def skip_prefill(self, event: SkipPrefill) -> list[Command]:
         if self._refuses and event.reason in refusals.FOR_WANT_OF_PREFILL:
@@ -266,6 +268,7 @@ class Flow:
         return [Count(Counted.REFUSED, Role.PREFILL, reason), *self._finish(last)]
 
     def _lose_prefill(self, reason: str) -> list[Command]:
+        self._lost_for = "prefill_failed"
         again = self._attempts.may_try_again(Role.PREFILL, reason, self._picked[Role.PREFILL])
         then = self._pick(Role.PREFILL) if again else self._decode_alone("prefill_failed")
         return [Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason), *then]
@@ -276,14 +279,16 @@ class Flow:
         """`culprit` is who must not be chosen again, if it is not the decode instance; `is_unread` what P has computed,
         where nobody was there to read it."""
         self._last_answer = last_answer
+        self._lost_for = "prefill_failed" if culprit is not None else self._lost_for
         again = self._attempts.may_try_again(Role.DECODE, reason, culprit or self._picked[Role.DECODE])
         releases = [] if again and is_unread and self._transfer else self._release("decode_failed")
         then = self._pick(Role.DECODE) if again else self._finish(last_answer)
         return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *releases, *then]
 
     def _lose_pair(self, status: int) -> list[Command]:
-        """Either may be at fault. A D that can do without P does so, rather than have the same one compute again; the
-        words of one that cannot may name places of the inside."""
+        """Either may be at fault; no P has said that it is. A D that can do without P does so, rather than have the
+        same one compute again; the words of one that cannot may name places of the inside."""
+        self._lost_for = self._lost_for or "pair_failed"
         self._attempts.lose(self._picked[Role.PREFILL])
         self._attempts.suspect(*(self._picked[role] for role in ((Role.DECODE,) if self._computes else Role)))
         last_answer = commands.Forward() if self._computes else refusals.pair_failed(status)
@@ -291,6 +296,7 @@ class Flow:
 
     def _lose_promise(self, event: events.Failed) -> list[Command]:
         """P has failed beside D, and D's request was ended by us."""
+        self._lost_for = "prefill_failed"
         last_answer, prefill = refusals.prefill_lost(event), self._picked[Role.PREFILL]
         is_gone = event.reason == events.PREFILL_GONE
         if is_gone:

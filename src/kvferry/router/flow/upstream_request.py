@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from kvferry.errors import PeerError
+from kvferry.http.client_errors import client_error_text
 from kvferry.router.events import INSTANCE_DOWN, NOT_WANTED, TOO_LATE, Answered, Ended, Failed, Opened, Promised
 from kvferry.router.fleet.instance import Reservation
 from kvferry.router.flow.engine_response import promised_cache, stream_failure, streamed_error
@@ -22,6 +23,8 @@ NOT_WAITING = -1.0
 END_OF_EVENT, DONE = b"\n\n", b"data: [DONE]"
 # Of a prefill stream: a reference, a token, and the end.
 MAX_STREAM_BYTES = 1 << 20
+# Of an engine's words for what went wrong.
+MAX_SHOWN_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +218,9 @@ class UpstreamRequest:
         response = self._response = await self._services.http.send(self._request)
         is_decode, is_stream = self.instance.role is Role.DECODE, response.is_plain_event_stream
         if not 200 <= response.status < 300 or not (is_decode or is_stream):
-            return Answered(response.status, await response.whole(self._services.config.max_answer_bytes))
+            body = await response.whole(self._services.config.max_answer_bytes)
+            self.trouble = f" ({body[:MAX_SHOWN_BYTES].decode(errors='replace')!r})" if response.status >= 500 else ""
+            return Answered(response.status, body)
         self._first = await (response.piece() if is_decode else self._first_event(response))
         failed = streamed_error(self._first) if is_stream else 0
         if failed:
@@ -243,7 +248,7 @@ class UpstreamRequest:
         was_closed = self._is_closed
         self.close()
         reason = self._given_up_for or reason_of(error, timeout_reason)
-        self.trouble = f" ({error!r})"
+        self.trouble = f" ({client_error_text(error) if isinstance(error, Exception) else repr(error)})"
         if was_closed:
             # What our own side has done says nothing about the instance.
             return Failed(reason, MESSAGES[reason])
