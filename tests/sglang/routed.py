@@ -106,7 +106,11 @@ def post(
 
 
 def stream(
-    router: EngineServer, body: dict[str, Any], path: str = "/v1/completions", headers: Mapping[str, str] = JSON
+    router: EngineServer,
+    body: dict[str, Any],
+    path: str = "/v1/completions",
+    headers: Mapping[str, str] = JSON,
+    ends: bytes = b"[DONE]",
 ) -> list[dict[str, Any]]:
     """The events of a stream that ends in order, of a request that two servers have served."""
     connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=ANSWER_S)
@@ -119,7 +123,7 @@ def stream(
     assert response.status == 200, lines
     # Only our own router says so.
     assert response.headers["x-kvferry-path"] == ("disaggregated" if isinstance(router, Router) else None)
-    assert lines[-2:] == [b"data: [DONE]", b""]
+    assert ends in b"".join(lines[-3:])
     return [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
 
 

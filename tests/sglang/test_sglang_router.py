@@ -115,6 +115,34 @@ def test_a_chat_reads_the_same_as_a_stream_and_whole(router, spec):
 
 
 @one_pair
+def test_a_message_and_a_response_read_like_a_chat(router, spec):
+    """Anthropic's and OpenAI's newer API, whose streams are made of named events."""
+    asked = {name: CHAT[name] for name in ("model", "messages", "temperature")}
+    _, _, chat = post(router, asked | {"max_tokens": 12}, "/v1/chat/completions")
+    expected = chat["choices"][0]["message"]["content"]
+    said = asked | {"max_tokens": 12}
+    # Only this API looks at the model's name; and SGLang keeps two of its tokens back.
+    model = told(f"{router.url}/v1/models")["data"][0]["id"]
+    answered = {"model": model, "input": CHAT["messages"], "temperature": 0, "max_output_tokens": 14}
+    status, headers, message = post(router, said, "/v1/messages")
+    assert (status, headers["x-kvferry-path"]) == (200, "disaggregated"), message
+    assert message["content"][0]["text"] == expected != ""
+    assert message["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+    status, headers, response = post(router, answered, "/v1/responses")
+    assert (status, headers["x-kvferry-path"]) == (200, "disaggregated"), response
+    texts = [part["text"] for item in response["output"] for part in item.get("content") or []]
+    assert "".join(texts) == expected
+    events = stream(router, said, "/v1/messages", ends=b"message_stop")
+    streamed = [one["delta"]["text"] for one in events if one["type"] == "content_block_delta"]
+    assert "".join(streamed) == expected
+    events = stream(router, answered, "/v1/responses", ends=b"response.incomplete")
+    assert "".join(one["delta"] for one in events if one["type"] == "response.output_text.delta") == expected
+    _, _, counted = post(router, {name: asked[name] for name in ("model", "messages")}, "/v1/messages/count_tokens")
+    assert counted["input_tokens"] == chat["usage"]["prompt_tokens"]
+    router.until_idle()
+
+
+@one_pair
 def test_the_first_token_has_its_logprobs(router, spec):
     (prompt,) = prompts_of((40,), seed=23)
     expect_first_logprobs(router, spec.model, prompt)
