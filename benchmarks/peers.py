@@ -2,23 +2,26 @@
 
     python benchmarks/peers.py > benchmarks/results/peers.json
     python benchmarks/peers.py --peers 1,100 --transport nixl
+    python benchmarks/peers.py --peers 64,240 --roles meeting --transport shm
 
 One agent in a process of its own, and so many peers, each a real agent with a socket of its own, in other processes.
 Each peer fetches one token of a model with 32 layers from it once (`source`), or it from each of them (`target`); then
-all are idle. Memory is the process's own (`USS`); what the kernel keeps for sockets is not in it. Prints JSON.
+all are idle. Memory is the process's own (`USS`); what the kernel keeps for sockets is not in it. With `meeting` it
+asks all of them for a token at the same time, and has met none before. Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from multiprocessing.connection import Connection
@@ -42,18 +45,19 @@ ANSWER_S = 600.0
 NUM_FETCHES = 50
 # Peers stay known, so that a slow machine measures all of them.
 TIMING = kvferry.Timing(idle_peer_s=3600.0, handshake_s=120.0, lease_s=600.0, missed_heartbeats=30)
+MEETING_TIMING = kvferry.Timing(lease_s=600.0)
 
 
 class Engine:
     """An agent with one block for what it leases, and one for what it fetches."""
 
-    def __init__(self, name: str, transport: str) -> None:
+    def __init__(self, name: str, transport: str, timing: kvferry.Timing) -> None:
         shape = EngineShape(1, 1, BLOCK_TOKENS, NUM_BLOCKS, format="block-major")
         self._shared = kvferry.allocate_shared(NUM_BLOCKS * BLOCK_TOKENS * MODEL.bytes_per_token, name)
         cache = kvferry.Cache(describe(MODEL, shape, self._shared.memory.address), (self._shared.memory,))
         policy = kvferry.StagingPolicy(frozenset({kvferry.Strategy.DIRECT}), STAGING_BYTES // 16)
         config = kvferry.AgentConfig(
-            name, transport=transport, timing=TIMING, staging_bytes=STAGING_BYTES, staging=policy
+            name, transport=transport, timing=timing, staging_bytes=STAGING_BYTES, staging=policy
         )
         self._fetches: dict[str, Future[float]] = {}
         self._agent = kvferry.open_agent(config, cache, self._hear)
@@ -65,11 +69,23 @@ class Engine:
 
     def fetch(self, request_id: str, params: dict[str, Any]) -> float:
         """Fetch one token; returns how many seconds that took."""
-        began, remote, future = time.perf_counter(), from_params(params), Future[float]()
+        began = time.perf_counter()
+        return self.begin(request_id, params).result(ANSWER_S) - began
+
+    def begin(self, request_id: str, params: dict[str, Any]) -> Future[float]:
+        """When the token is there."""
+        remote, future = from_params(params), Future[float]()
         self._fetches[request_id] = future
         ranges = (kvferry.TokenRange(0, 1),)
         self._agent.fetch(kvferry.FetchRequest(request_id, remote.reference, remote.addresses, ((1,),), ranges))
-        return future.result(ANSWER_S) - began
+        return future
+
+    def fetch_together(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[float]:
+        """Seconds after which each of these was there; infinity for one that did not come."""
+        began = time.perf_counter()
+        futures = [self.begin(*request) for request in requests]
+        wait(futures, ANSWER_S)
+        return [math.inf if future.exception(0) else future.result(0) - began for future in futures]
 
     def close(self) -> None:
         self._agent.close()
@@ -83,9 +99,9 @@ class Engine:
                 self._fetches.pop(request_id).set_exception(error)
 
 
-def serve(pipe: Connection, names: Sequence[str], transport: str) -> None:
+def serve(pipe: Connection, names: Sequence[str], transport: str, timing: kvferry.Timing) -> None:
     """A process with some engines, which does what it is told until the pipe ends."""
-    engines = [Engine(name, transport) for name in names]
+    engines = [Engine(name, transport, timing) for name in names]
     numbers = count()
     pipe.send("ready")
     while True:
@@ -96,6 +112,8 @@ def serve(pipe: Connection, names: Sequence[str], transport: str) -> None:
                 case "fetch", places, params:
                     requests = [(f"fetch-{next(numbers)}", each) for each in params]
                     pipe.send([engines[p].fetch(*request) for p, request in zip(places, requests, strict=True)])
+                case "fetch together", params:
+                    pipe.send(engines[0].fetch_together([(f"fetch-{next(numbers)}", each) for each in params]))
                 case "usage", seconds:
                     pipe.send(usage(seconds))
         except EOFError:
@@ -122,10 +140,10 @@ def usage(seconds: float) -> dict[str, float]:
 class Remote:
     """A process with engines, seen from the one that measures."""
 
-    def __init__(self, names: Sequence[str], transport: str, started: ExitStack) -> None:
+    def __init__(self, names: Sequence[str], transport: str, timing: kvferry.Timing, started: ExitStack) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, names, transport), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, names, transport, timing), daemon=True)
         self._process.start()
         theirs.close()
         self.size = len(names)
@@ -146,10 +164,10 @@ class Remote:
 
 
 @contextmanager
-def started(names: Sequence[str], transport: str) -> Iterator[list[Remote]]:
+def started(names: Sequence[str], transport: str, timing: kvferry.Timing = TIMING) -> Iterator[list[Remote]]:
     with ExitStack() as stack:
         parts = [names[first : first + PEERS_OF_A_PROCESS] for first in range(0, len(names), PEERS_OF_A_PROCESS)]
-        remotes = [Remote(part, transport, stack) for part in parts]
+        remotes = [Remote(part, transport, timing, stack) for part in parts]
         for remote in remotes:
             remote.answer()
         yield remotes
@@ -206,6 +224,25 @@ def row(role: str, num_peers: int, transport: str, idle_s: float) -> dict[str, A
     }
 
 
+def meeting(num_peers: int, transport: str) -> dict[str, Any]:
+    """A fresh agent that asks all its peers at the same time."""
+    names = [f"peer-{number}" for number in range(num_peers)]
+    with (
+        started(["subject"], transport, MEETING_TIMING) as (subject,),
+        started(names, transport, MEETING_TIMING) as crowd,
+    ):
+        params = [each for remote in crowd for each in remote.ask("lease", list(range(remote.size)))]
+        came = [seconds for seconds in subject.ask("fetch together", params) if math.isfinite(seconds)]
+    return {
+        "role": "meeting",
+        "peers": num_peers,
+        "fetched": len(came),
+        "first_s": min(came, default=None),
+        "median_s": statistics.median(came) if came else None,
+        "last_s": max(came, default=None),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="1,10,100,1000", help="with commas between them")
@@ -216,7 +253,12 @@ def main() -> None:
     rows = []
     for role in options.roles.split(","):
         for number in map(int, options.peers.split(",")):
-            rows.append(row(role, number, options.transport, options.idle_s))
+            is_meeting = role == "meeting"
+            rows.append(
+                meeting(number, options.transport)
+                if is_meeting
+                else row(role, number, options.transport, options.idle_s)
+            )
             say(str(rows[-1]))
     command = " ".join(["python", *sys.argv])
     print(

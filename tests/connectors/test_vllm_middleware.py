@@ -7,12 +7,13 @@ import json
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connectors.vllm_middleware import FerryMiddleware
+from kvferry.connectors.vllm_middleware import FerryMiddleware, request_names
 from kvferry.connectors.vllm_middleware.request_names import names_of
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes
 from kvferry.connectors.vllm_middleware.workers import Workers
@@ -137,8 +138,14 @@ def asked(path=COMPLETIONS, body=DECODE, request_id="r", **vllm) -> Vllm:
     return served
 
 
+@pytest.fixture(autouse=True)
+def known_names(monkeypatch):
+    """What is made up for a response is the same each time."""
+    monkeypatch.setattr(request_names, "uuid4", lambda: SimpleNamespace(hex="0123"))
+
+
 IDS = {COMPLETIONS: "cmpl-r-0-12345678", CHAT: "chatcmpl-r-12345678"}
-IDS |= {RESPONSES: "resp_r_0-12345678", MESSAGES: "chatcmpl-r-12345678"}
+IDS |= {RESPONSES: "resp_r_0123_0-12345678", MESSAGES: "chatcmpl-r-12345678"}
 
 
 @pytest.mark.parametrize("path", IDS)
@@ -151,17 +158,21 @@ def test_an_answer_tells_that_its_cache_was_received_and_how_long_it_took(path, 
     assert served.sent[0]["headers"][: len(says[0]["headers"])] == says[0]["headers"]
     assert served.sent[1:] == says[1:]
     # vLLM makes up the name of a response that has none.
-    assert json.loads(served.seen[0]) == DECODE | ({"request_id": "resp_r"} if path == RESPONSES else {})
+    asked_for = json.loads(served.seen[0])
+    assert asked_for == DECODE | ({"request_id": asked_for["request_id"]} if path == RESPONSES else {})
 
 
-def test_the_name_of_a_response_that_has_one_stays():
+def test_the_name_of_a_response_that_has_one_stays(monkeypatch):
     body = DECODE | {"request_id": "resp_mine"}
     served = asked(RESPONSES, body, noted={"resp_mine_0-12345678": FETCHED})
     assert json.loads(served.seen[0]) == body
     assert served.headers["x-kvferry-cache"] == "received"
     assert json.loads(asked(RESPONSES, request_id="").seen[0]) == DECODE
-    alone = {"input": "do_remote_prefill"}
-    assert json.loads(asked(RESPONSES, alone).seen[0]) in (alone, alone | {"request_id": "resp_r"})
+    # Nobody else has it, nor guesses it: by its name a response may be asked for again.
+    monkeypatch.setattr(request_names, "uuid4", uuid4)
+    names = {json.loads(asked(RESPONSES).seen[0])["request_id"] for _ in range(2)}
+    assert len(names) == 2
+    assert all(name.startswith("resp_r_") for name in names)
 
 
 def of_response(kind, **fields):

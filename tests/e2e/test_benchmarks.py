@@ -23,7 +23,7 @@ SMALLEST = [
     "mixed_tp.py --repeats 1 --pairs 3-2 --formats head-major --tokens 256",
     "mixed_tp.py --repeats 1 --pairs 2-4 --formats token-major --tokens 256 --transport shm",
     "mixed_tp.py --repeats 1 --pairs 4-2 --formats token-major --tokens 256 --transport cma",
-    "peers.py --peers 2 --roles target --idle-s 0.1",
+    "peers.py --peers 2 --roles target,meeting --idle-s 0.1",
     "planner.py --repeats 1",
     "router.py --only kvferry --seconds 1 --settle-s 0.1",
     "router.py --only kvferry --seconds 1 --settle-s 0.1 --connections kept --parts latency",

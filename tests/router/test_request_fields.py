@@ -149,6 +149,8 @@ COMPLETION, CHAT, RESPONSE = Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPO
         (RESPONSE, {"tools": [{"type": "function", "name": "f"}, {"type": "mcp"}]}, "engine_tools"),
         (RESPONSE, {"tools": [{"type": "code_interpreter"}]}, "engine_tools"),
         (RESPONSE, {"tools": [{"type": "function", "name": "f"}, {"type": "web_search"}, "odd"]}, ""),
+        # vLLM cuts unless it is told not to.
+        (RESPONSE, {"truncation": None}, "truncated_prompt"),
         (RESPONSE, {"tools": None, "truncation": "disabled", "previous_response_id": None}, ""),
         (Endpoint.MESSAGES, {"tools": [{"name": "f"}, {"type": "mcp"}]}, ""),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import anthropic
@@ -21,7 +22,15 @@ from router_harness import (
 )
 
 from kvferry.http.request_fields import Endpoint
-from kvferry.router.request.client_request import first_token_body, parse_request, room_prefill_body
+from kvferry.router.flow.usage import MESSAGES as ANSWER_OF_MESSAGES
+from kvferry.router.flow.usage import RESPONSES as ANSWER
+from kvferry.router.flow.usage import UsageEvents
+from kvferry.router.request.client_request import (
+    first_token_body,
+    parse_request,
+    room_decode_body,
+    room_prefill_body,
+)
 from kvferry.router.request.prompt_cost import cost_of
 from kvferry.router.request.request_kind import kind_of
 
@@ -219,6 +228,101 @@ async def test_a_stream_of_messages_that_begins_with_an_error_is_tried_again():
             kinds = [one.type async for one in found]
             assert kinds[0] == "message_start"
             assert "error" not in kinds
+
+
+def opening_events():
+    begun = response("", usage=None, status="in_progress")
+    return b"".join(
+        event(f"response.{word}", sequence_number=number, response=begun)
+        for number, word in enumerate(("created", "in_progress"))
+    )
+
+
+@pytest.mark.parametrize("failed", [b"", event("error", message="x"), event("response.failed", response={"id": "r"})])
+async def test_a_response_that_has_only_begun_is_tried_again(failed):
+    """Engines say so before they know how it will go."""
+    decode = [decode_engine("d0", breaking(opening_events() + failed)), decode_engine("d1", generating)]
+    async with cluster([prefill_engine("p0", generating)], decode) as c, of_openai(c) as client:
+        for _ in range(2):
+            stream = await client.responses.create(model="tiny", input=ASKED, stream=True)
+            kinds = [one.type async for one in stream]
+            assert kinds.count("response.created") == 1
+            assert kinds[-1] == "response.completed"
+
+
+async def test_an_engine_may_say_that_a_response_has_begun_long_before_it_does():
+    """Until its first token the limit of a whole request counts, not that of a silence amid an answer."""
+    has_begun, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def slow(request, seen):
+        stream = await open_stream(request)
+        await stream.write(opening_events())
+        has_begun.set()
+        await may_answer.wait()
+        await stream.write(event("response.completed", sequence_number=3, response=response("one two")))
+        return stream
+
+    async with cluster([], [decode_engine("d0", slow)], stall_timeout_s=0.05) as c, of_openai(c) as client:
+        asking = asyncio.create_task(client.responses.create(model="tiny", input=ASKED, stream=True))
+        await has_begun.wait()
+        # Longer than a silence may be.
+        await asyncio.wait({asking}, timeout=0.2)
+        assert await c.metric('kvferry_router_time_to_first_token_seconds_count{path="decode-only"}') == 0
+        may_answer.set()
+        events = [one.type async for one in await asking]
+        assert events == ["response.created", "response.in_progress", "response.completed"]
+        assert await c.metric('kvferry_router_time_to_first_token_seconds_count{path="decode-only"}') == 1
+
+
+@pytest.mark.parametrize("size", [1, 10, 1000])
+def test_the_events_that_begin_a_response_are_found_however_they_come(size):
+    whole = opening_events() + event("response.output_text.delta", delta="one")
+    seen = next(end for end in range(size, len(whole) + size, size) if ANSWER.opening_bytes(whole[:end]) < end)
+    assert len(opening_events()) < seen <= len(opening_events()) + len(b"event: response.o") + size
+    assert ANSWER.opening_bytes(whole) == len(opening_events())
+    assert ANSWER_OF_MESSAGES.opening_bytes(whole) == 0
+
+
+def test_a_response_that_repeats_a_long_prompt_has_the_figure_of_prefill():
+    last = event("response.completed", response=response("x" * 1_000_000))
+    events, passed = UsageEvents(ANSWER.max_event_bytes), b""
+    for start in range(0, len(last), 1 << 16):
+        passed += ANSWER.with_cached_tokens_in_events(events.feed(last[start : start + (1 << 16)]), 4)
+    (data,) = (line for line in passed.splitlines() if line.startswith(b"data: "))
+    assert json.loads(data.removeprefix(b"data: "))["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 4}
+    assert events.rest() == b""
+
+
+def test_a_usage_without_a_figure_has_the_details_that_openais_client_reads():
+    body = json.dumps(response("a")).encode()
+    usage = json.loads(ANSWER.with_cached_tokens(body, None))["usage"]
+    assert usage["input_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_what_claude_code_sends_for_its_bill_changes_no_home():
+    def prefixes(number):
+        header = {"type": "text", "text": f'x-anthropic-billing-header: cch="{number}";'}
+        system = [header, {"type": "text", "text": "b" * 4000}]
+        return cost_of(request_of(MESSAGES, messages=ASKED, system=system)).prefixes
+
+    assert prefixes(1) == prefixes(2234)
+    assert prefixes(1)
+
+
+def test_a_name_that_a_client_gives_a_response_is_another_one_in_each_room():
+    asked = request_of(RESPONSES, input="a", request_id="resp_mine")
+    bodies = [
+        json.loads(made(asked, b'{"bootstrap_room": %d}' % number))
+        for number in (5, 6)
+        for made in (room_prefill_body, room_decode_body, first_token_body)
+    ]
+    names = [body["request_id"] for body in bodies]
+    # A prefill engine of others answers to the client's own.
+    assert names[2] == names[5] == "resp_mine"
+    assert names[0] == names[1] != names[3] == names[4]
+    assert all(name.startswith("resp_") for name in names)
+    plain = json.loads(room_decode_body(request_of(RESPONSES, input="a"), b'{"bootstrap_room": 5}'))
+    assert "request_id" not in plain
 
 
 async def test_what_one_engine_keeps_is_asked_of_decode_alone():

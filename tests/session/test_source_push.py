@@ -78,6 +78,18 @@ def test_a_target_that_asks_is_told_that_bytes_move(source):
     play(source, [(6, PeerMoved(THEM), []), (7, TicketEnded(TICKET, ""), [*ENDED, FREE]), (8, PeerMoved(THEM), [])])
 
 
+def test_a_write_that_hangs_beside_others_is_given_up_in_the_end():
+    """What moves to its target are their bytes."""
+    timing = Timing(lease_s=10.0, hold_s=30.0, idle_peer_s=1000.0)
+    source, told = source_session(timing), []
+    play(source, WRITING)
+    for now in range(2, 60):
+        play(source, [(now, said(m.Renew(THEM, ("l1",))), [Reply]), (now, PeerMoved(THEM), [])])
+        (answer,) = play(source, [(now, said(CLAIM), [Reply])])
+        told += [now] if isinstance(answer.message, m.Queued) else []
+    assert told == list(range(2, 32))
+
+
 def two_readers(source, subject=NOTHING):
     """The claims of two ranks, both being written."""
     play(source, [MET[0]])

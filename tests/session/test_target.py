@@ -746,6 +746,16 @@ def test_a_source_that_was_lost_is_met_again_for_the_leases_of_waiting_requests(
     assert RENEW in target.handle(Tick(), 7.6)
 
 
+def test_a_host_that_is_silent_while_its_source_is_met_again_is_asked_until_it_answers():
+    """The network may be mended before the leases end."""
+    target = held()
+    target.handle(answer(m.Refusal(m.Reason.PEER_LOST, "a pause", "", "", "")), 1.0)
+    assert HELLO in target.handle(Tick(), 6.1)
+    assert Disconnect(PEER) in target.handle(HostSilent(PEER), 8.0)
+    assert target.handle(Tick(), 12.9) == []
+    assert HELLO in target.handle(Tick(), 13.1)
+
+
 def test_a_source_that_has_been_started_again_is_not_met_for_the_leases_of_the_one_before():
     target = held()
     target.handle(answer(m.Refusal(m.Reason.WRONG_EPOCH, "started again", "", "", "")), 1.0)

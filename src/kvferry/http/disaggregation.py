@@ -67,8 +67,9 @@ def _runs_in_engine(value: object) -> bool:
 
 
 def _cuts(value: object) -> bool:
-    """What `auto` leaves out depends on `max_output_tokens`, which is another one in the prefill request."""
-    return value == "auto"
+    """What is left out of a prompt depends on `max_output_tokens`, which is another one in the prefill request. vLLM
+    leaves something out unless it is told not to, and null is no word."""
+    return value != "disabled"
 
 
 # Of vLLM 0.32 and SGLang 0.5.23. Others, such as functions, are for the client to run.

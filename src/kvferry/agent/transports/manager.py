@@ -23,7 +23,8 @@ from kvferry.transport.selection.diagnosis import LocalContext
 from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
 
 NOWHERE = LocalContext()
-# So many peers are tested at a time: each takes memory for three probes, and time of the thread that does all else.
+# So many peers are tested at a time, besides those that do not get on: each takes memory for three probes, and time of
+# the thread that does all else.
 AT_ONCE = 24
 logger = logging.getLogger(__name__)
 

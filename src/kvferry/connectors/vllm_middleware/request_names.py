@@ -1,8 +1,9 @@
-"""Which requests are for prefill or for decode alone, and what vLLM calls them: pure."""
+"""Which requests are for prefill or for decode alone, and what vLLM calls them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from uuid import uuid4
 
 import msgspec
 
@@ -79,7 +80,10 @@ def named(path: str, header_id: str | None, body: bytes) -> bytes:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return body
-    return body if "request_id" in fields else msgspec.json.encode({**fields, "request_id": f"resp_{header_id}"})
+    if "request_id" in fields:
+        return body
+    # It names the response for others as well: it must be one that nobody has, nor guesses.
+    return msgspec.json.encode({**fields, "request_id": f"resp_{header_id}_{uuid4().hex}"})
 
 
 def _num_prompts(prompt: bytes) -> int:

@@ -32,7 +32,7 @@ from kvferry.router.flow.early_prefill import EarlyPrefill, PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.relay import Relay
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
-from kvferry.router.flow.usage import USAGE_FORMATS
+from kvferry.router.flow.usage import ANSWER_FORMATS
 from kvferry.router.policy.records import Instance, Role, SkipPrefill
 from kvferry.router.request.client_request import Call
 from kvferry.router.request.headers import Headers, decode_headers, prefill_headers
@@ -70,7 +70,7 @@ class Dispatcher:
         # All so far; the last one is in flight.
         self._sent: list[UpstreamRequest] = []
         self._usage = PrefillUsage()
-        self._format = USAGE_FORMATS[call.request.endpoint]
+        self._format = ANSWER_FORMATS[call.request.endpoint]
 
     @property
     def urls(self) -> Mapping[Role, str]:

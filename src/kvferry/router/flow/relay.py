@@ -10,7 +10,7 @@ from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.upstream_request import UpstreamRequest
-from kvferry.router.flow.usage import UsageEvents, UsageFormat
+from kvferry.router.flow.usage import AnswerFormat, UsageEvents
 from kvferry.router.request.headers import Headers, with_length
 
 OnTokens = Callable[[bytes, float], None]
@@ -25,14 +25,14 @@ class Relay:
         client: Client,
         outcomes: OutcomeRecorder,
         usage: PrefillUsage,
-        usage_format: UsageFormat,
+        answer_format: AnswerFormat,
         on_tokens: OnTokens,
     ) -> None:
         self._request = request
         self._client = client
         self._outcomes = outcomes
         self._usage = usage
-        self._format = usage_format
+        self._format = answer_format
         self._on_tokens = on_tokens
 
     async def run(self, headers: Headers, max_kept_bytes: int) -> Event:
@@ -86,7 +86,7 @@ class Relay:
             await self._client.pass_on(piece)
 
     async def _pass_on_events(self) -> Event:
-        events = UsageEvents() if self._outcomes.has_arrived else None
+        events = UsageEvents(self._format.max_event_bytes) if self._outcomes.has_arrived else None
         while True:
             piece = await self._piece()
             if isinstance(piece, Failed):

@@ -11,7 +11,7 @@ from kvferry.http.client_errors import client_error_text
 from kvferry.router.events import INSTANCE_DOWN, NOT_WANTED, TOO_LATE, Answered, Ended, Failed, Opened, Promised
 from kvferry.router.fleet.instance import Reservation
 from kvferry.router.flow.engine_response import promised_cache, stream_failure, streamed_error
-from kvferry.router.flow.usage import UsageFormat
+from kvferry.router.flow.usage import AnswerFormat
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services
@@ -48,7 +48,7 @@ class UpstreamRequest:
         trace: UpstreamTrace,
         request: HttpRequest,
         timeouts: Timeouts,
-        usage: UsageFormat,
+        answer_format: AnswerFormat,
     ) -> None:
         self.reservation = reservation
         self.trace = trace
@@ -61,7 +61,7 @@ class UpstreamRequest:
         self._watch: asyncio.TimerHandle | None = None
         self._waits_since_s = NOT_WAITING
         self._timeouts = timeouts
-        self._usage = usage
+        self._format = answer_format
         # When a limit ends what began with `ask`, and which one.
         self._ends_s, self._limit = 0.0, ""
         # It was closed by our own side, perhaps for a reason.
@@ -131,7 +131,7 @@ class UpstreamRequest:
         """Ask for an answer of which nothing but its end matters, or the error that it is."""
         event = await self.ask()
         if isinstance(event, Answered) and 200 <= event.status < 300:
-            self.cached_tokens = self._usage.cached_tokens_of(event.body)
+            self.cached_tokens = self._format.cached_tokens_of(event.body)
             return Ended()
         if isinstance(event, Answered | Failed):
             return event
@@ -151,7 +151,7 @@ class UpstreamRequest:
             self._is_resting = False
         if failure := stream_failure(body):
             return Answered(streamed_error(b"data:" + failure + END_OF_EVENT), failure)
-        self.cached_tokens = self._usage.cached_tokens_of_stream(body)
+        self.cached_tokens = self._format.cached_tokens_of_stream(body)
         return Ended() if DONE in body else self._failed(_no_end(body), MALFORMED)
 
     async def piece(self) -> bytes | Failed:
@@ -221,8 +221,11 @@ class UpstreamRequest:
             body = await response.whole(self._services.config.max_answer_bytes)
             self.trouble = f" ({body[:MAX_SHOWN_BYTES].decode(errors='replace')!r})" if response.status >= 500 else ""
             return Answered(response.status, body)
-        self._first = await (response.piece() if is_decode else self._first_event(response))
-        failed = streamed_error(self._first) if is_stream else 0
+        if not is_decode:
+            self._first = await self._first_event(response)
+        else:
+            self._first = await (self._first_token(response) if is_stream else response.piece())
+        failed = self._format.failed_at_once(self._first) if is_stream else 0
         if failed:
             # An engine that begins a stream before it knows how that will go: nothing of it has reached the client.
             return Answered(failed, self._first + await response.whole(self._services.config.max_answer_bytes))
@@ -230,6 +233,16 @@ class UpstreamRequest:
             return Opened(is_stream)
         promised = promised_cache(self._first)
         return Promised(promised) if promised else self._failed(_no_promise(self._first), MALFORMED)
+
+    async def _first_token(self, response: HttpResponse) -> bytes:
+        """The bytes up to the first event that is about more than that an answer has begun: engines send those before
+        they know how it will go."""
+        found, max_bytes = await response.piece(), self._services.config.max_answer_bytes
+        while found and self._format.opening_bytes(found) == len(found) <= max_bytes:
+            if not (piece := await response.piece()):
+                break
+            found += piece
+        return found
 
     async def _first_event(self, response: HttpResponse) -> bytes:
         """The bytes up to the end of the first event, or a few more. Raises PeerError when it is too long."""

@@ -1,4 +1,5 @@
-"""What an answer says about cached tokens: the figure of the prefill engine, in place of the decode engine's. Pure.
+"""How the answers of each API look: what they say about cached tokens, where the figure of the prefill engine takes the
+place of the decode engine's, and with what they begin before there is a token. Pure.
 
 A decode engine counts what was transferred to it as cached; a client wants to know what did not have to be computed.
 """
@@ -6,13 +7,13 @@ A decode engine counts what was transferred to it as cached; a client wants to k
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from kvferry.http.request_fields import Endpoint
-from kvferry.router.flow.engine_response import event_data
+from kvferry.router.flow.engine_response import event_data, streamed_error
 from kvferry.router.request.lenient_json import decoded
 
 CACHED = "cached_tokens"
@@ -37,13 +38,14 @@ Usage = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class UsageFormat:
-    """How one API tells what was cached.
+class AnswerFormat:
+    """How one API tells what was cached, and what goes before a token.
 
     `mark` is what an event, or a body, has that may have to be changed; inside a text the quotation marks would be
     escaped. `told` is where the figure is: without it there is none. `read` takes it out of a usage; `write` gives the
     usage with another one, or without one where that is None. `is_final` says whether an event with a usage is the one
-    that has no token.
+    that has no token. An event may be as long as `max_event_bytes`. Events with the names of `opening` say only that an
+    answer has begun, those of `failing` that there will be none.
     """
 
     mark: bytes
@@ -51,6 +53,27 @@ class UsageFormat:
     read: Callable[[Usage], object]
     write: Callable[[Usage, int | None], Usage]
     is_final: Callable[[UsageHolder], bool]
+    max_event_bytes: int = MAX_EVENT_BYTES
+    opening: tuple[bytes, ...] = ()
+    failing: tuple[bytes, ...] = ()
+
+    def opening_bytes(self, events: bytes) -> int:
+        """How many of these bytes are events that say only that an answer has begun, or may become such events."""
+        if not self.opening:
+            return 0
+        *whole, rest = events.split(END_OF_EVENT)
+        at = 0
+        for event in whole:
+            if not event.startswith(self.opening):
+                return at
+            at += len(event) + len(END_OF_EVENT)
+        may_open = rest.startswith(self.opening) or any(name.startswith(rest) for name in self.opening)
+        return len(events) if may_open else at
+
+    def failed_at_once(self, events: bytes) -> int:
+        """The status that an event stream would have had that fails before its first token; 0 for any other."""
+        rest = events[self.opening_bytes(events) :]
+        return streamed_error(rest) or (500 if self.failing and rest.startswith(self.failing) else 0)
 
     def cached_tokens_of(self, body: bytes) -> int | None:
         """What a prefill engine had cached of the prompt, from its whole answer or one event; None if it does not
@@ -105,8 +128,11 @@ class UsageFormat:
         return found is not None and self.is_final(found)
 
 
-def _with_details(mark: bytes, name: str, is_final: Callable[[UsageHolder], bool]) -> UsageFormat:
-    """OpenAI's: the figure is one of the details of a number that counts all of the prompt."""
+def _with_details(
+    mark: bytes, name: str, is_final: Callable[[UsageHolder], bool], *, is_required: bool = False
+) -> AnswerFormat:
+    """OpenAI's: the figure is one of the details of a number that counts all of the prompt. Where details are required,
+    what is not known is none."""
 
     def read(usage: Usage) -> object:
         details = usage.get(name)
@@ -115,9 +141,10 @@ def _with_details(mark: bytes, name: str, is_final: Callable[[UsageHolder], bool
     def write(usage: Usage, cached: int | None) -> Usage:
         details = usage.get(name)
         others = details if isinstance(details, dict) else {}
-        return {**usage, name: None if cached is UNKNOWN else {**others, CACHED: cached}}
+        known = 0 if cached is UNKNOWN and is_required else cached
+        return {**usage, name: None if known is UNKNOWN else {**others, CACHED: known}}
 
-    return UsageFormat(mark, b'"%b"' % name.encode(), read, write, is_final)
+    return AnswerFormat(mark, b'"%b"' % name.encode(), read, write, is_final)
 
 
 def _beside_cached(usage: Usage, cached: int | None) -> Usage:
@@ -134,15 +161,21 @@ def _beside_cached(usage: Usage, cached: int | None) -> Usage:
 CHAT = _with_details(
     b'"prompt_tokens"', "prompt_tokens_details", lambda found: bytes(found.choices).strip() in (b"[]", b"null")
 )
-RESPONSES = _with_details(b'"input_tokens"', "input_tokens_details", lambda found: True)
-MESSAGES = UsageFormat(
+RESPONSES = replace(
+    _with_details(b'"input_tokens"', "input_tokens_details", lambda found: True, is_required=True),
+    # The last event repeats the whole answer, with its instructions and tools.
+    max_event_bytes=8 << 20,
+    opening=tuple(b"event: response.%b\n" % name for name in (b"created", b"in_progress", b"queued")),
+    failing=(b"event: response.failed\n", b"event: error\n"),
+)
+MESSAGES = AnswerFormat(
     mark=b'"input_tokens"',
     told=b'"cache_read_input_tokens"',
     read=lambda usage: usage.get(CACHE_READ),
     write=_beside_cached,
     is_final=lambda found: bytes(found.type) == b'"message_delta"',
 )
-USAGE_FORMATS: Mapping[Endpoint, UsageFormat] = {
+ANSWER_FORMATS: Mapping[Endpoint, AnswerFormat] = {
     Endpoint.COMPLETIONS: CHAT,
     Endpoint.CHAT: CHAT,
     Endpoint.RESPONSES: RESPONSES,
@@ -153,22 +186,24 @@ USAGE_FORMATS: Mapping[Endpoint, UsageFormat] = {
 class UsageEvents:
     """Of one stream: bytes as they come go in, whole events come out."""
 
-    def __init__(self) -> None:
-        self._waiting = b""
+    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._waiting = bytearray()
+        self._max_event_bytes = max_event_bytes
 
     def feed(self, piece: bytes) -> bytes:
         """What can be passed on now."""
-        data = self._waiting + piece if self._waiting else piece
-        end = data.rfind(END_OF_EVENT)
+        data, looked_at = self._waiting, max(0, len(self._waiting) - 3)
+        data += piece
+        end = data.rfind(END_OF_EVENT, looked_at)
         # Servers that end lines in another way are left alone.
-        is_other = len(data) > MAX_EVENT_BYTES or b"\r\n\r\n" in data
+        is_other = len(data) > self._max_event_bytes or data.find(b"\r\n\r\n", looked_at) >= 0
         end = end + len(END_OF_EVENT) if end >= 0 else len(data) if is_other else 0
-        whole, self._waiting = data[:end], data[end:]
+        whole, self._waiting = bytes(data[:end]), data[end:] if end else data
         return whole
 
     def rest(self) -> bytes:
         """What is no whole event at the end of the stream."""
-        rest, self._waiting = self._waiting, b""
+        rest, self._waiting = bytes(self._waiting), bytearray()
         return rest
 
 

@@ -6,6 +6,7 @@ strings that the client wrote, not our rendering of them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +151,7 @@ def decode_body(request: ClientRequest, transfer: bytes) -> bytes:
 def room_prefill_body(request: ClientRequest, room: bytes) -> bytes:
     """The body of a prefill request of SGLang, whose cache and first token are found by the fields of `room`, a JSON
     object. How many tokens the answer may have is D's concern."""
-    return _with_fields(msgspec.json.encode(_before_first_token(request)), room)
+    return _with_fields(msgspec.json.encode(_before_first_token(request)), _renamed(request, room))
 
 
 def first_token_body(request: ClientRequest, room: bytes) -> bytes:
@@ -177,7 +178,16 @@ def _for_one_token(request: ClientRequest) -> dict[str, Any]:
 
 def room_decode_body(request: ClientRequest, room: bytes) -> bytes:
     """The client's own bytes with the fields of `room`, a JSON object."""
-    return _with_fields(request.raw, room)
+    return _with_fields(request.raw, _renamed(request, room))
+
+
+def _renamed(request: ClientRequest, room: bytes) -> bytes:
+    """With another name than the client's, if it gives one: SGLang takes none that it may know since a try that failed.
+    Completions and chats have a field for that in every room."""
+    if request.endpoint is not Endpoint.RESPONSES or "request_id" not in request.fields:
+        return room
+    name = hashlib.blake2b(room, digest_size=16).hexdigest()
+    return _with_fields(room, b'{"request_id":"resp_%b"}' % name.encode())
 
 
 def _with_fields(raw: bytes, more: bytes) -> bytes:

@@ -24,6 +24,8 @@ DEFAULT_NEW_TOKENS = 256
 # does. Embeddings in place of a prompt as well.
 EMBEDDED = re.compile(rb'"data:[^"]{256,}"|"(?:data|[a-z]{1,16}_embeds)"\s*:\s*\[?\s*"[^"]{256,}"')
 TOKENS_OF_EMBEDDED = 1024
+# Claude Code sends another one with each request, and engines leave it out of the prompt.
+BILLING = re.compile(rb'"x-anthropic-billing-header(?:[^"\\]|\\.)*"')
 TOKEN_IDS = re.compile(rb"\s*\[\s*\[?\s*-?\d")
 
 
@@ -47,7 +49,7 @@ def _content(request: ClientRequest) -> bytes:
     """What decides the prompt; embeddings with the name of their field, which says what they are."""
     dialect = request.dialect
     if content := request.given(dialect.content.field):
-        return request.given(dialect.before) + content
+        return BILLING.sub(b'""', request.given(dialect.before)) + content
     return b'"%b":%b' % (dialect.or_else.encode(), request.given(dialect.or_else))
 
 

@@ -26,7 +26,8 @@ MIN_AHEAD = 2
 class DirectWrite:
     """`peer` names whom to answer, `error` says what did not work. `todo` are the stretches that are not posted, `uses`
     the tickets that are open, in their order. `has_progressed`: one has ended, or its bytes have moved, since the
-    target last asked.
+    target last asked. Its peer's bytes have moved since `moving_since`, and none of its tickets has ended; below 0 if
+    not.
 
     With `bundles` of states, what is computed of some states is sent before the other states are: `cut` is the
     stretch that is sent so, and `cut_todo` what is not posted of it. `is_clean` says that nothing which was sent can be
@@ -45,6 +46,7 @@ class DirectWrite:
     num_bytes: int = 0
     num_rows: int = 0
     has_progressed: bool = False
+    moving_since: float = -1.0
     error: str = ""
     is_clean: bool = True
     is_aborted: bool = False
@@ -122,7 +124,7 @@ class DirectWrite:
             return
         self.uses.pop(event.key, None)
         self.is_clean = self.is_clean and not event.error
-        self.has_progressed = True
+        self.has_progressed, self.moving_since = True, -1.0
         if event.error:
             yield from self.fail(event.error)
 

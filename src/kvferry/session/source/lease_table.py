@@ -64,12 +64,13 @@ class LeaseTable:
         # A lease that is written from has not released its blocks, so the many that are over need not be looked at.
         return {key.party for lease in self._by_request.values() for key in lease.writes if lease.is_writing}
 
-    def moved(self, target: Remote) -> None:
-        """Bytes of writes to a target move: it is told so when it asks."""
+    def moved(self, target: Remote, now: float) -> None:
+        """Bytes of writes to a target move: it is told so when it asks. Not for ever: they may be another write's."""
         for lease in self._by_request.values():
             for key, write in lease.writes.items():
                 if key.party == target and isinstance(write, DirectWrite):
-                    write.has_progressed = True
+                    write.moving_since = write.moving_since if write.moving_since >= 0 else now
+                    write.has_progressed |= now - write.moving_since < self._timing.hold_s
 
     def next_deadline(self) -> float:
         """When the next one ends, or is forgotten; infinity when there is none."""

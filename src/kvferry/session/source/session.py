@@ -134,7 +134,7 @@ class SourceSession:
         return list(self._writes.prepare()) or self._completed_reads.prepare()
 
     def _moved(self, event: e.PeerMoved, now: float) -> list[Command]:
-        self._leases.moved(event.peer)
+        self._leases.moved(event.peer, now)
         return []
 
     def _connected(self, event: e.PeerConnected | e.PeerUnreachable, now: float) -> list[Command]:

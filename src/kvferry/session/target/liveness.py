@@ -84,8 +84,12 @@ class Liveness:
 
     def lost(self, peer: PeerLost, now: float) -> None:
         """It may have paused, and still keep what waiting requests are going to read."""
-        if peer.error.reason in MAY_COME_BACK and self.queued:
-            self._lost[peer.peer] = now + LOST_HEARTBEATS * self._timing.heartbeat_s
+        if peer.error.reason in MAY_COME_BACK:
+            self._leave_alone(peer.peer, now)
+
+    def _leave_alone(self, key: PeerKey, now: float) -> None:
+        if self.queued:
+            self._lost[key] = now + LOST_HEARTBEATS * self._timing.heartbeat_s
 
     def meet_again(self, now: float) -> Iterator[Step]:
         """Begin anew with lost sources of waiting requests."""
@@ -113,6 +117,8 @@ class Liveness:
         if peer.ready and is_needed(key, self._fetches) and silent_s > QUIET_HEARTBEATS * self._timing.heartbeat_s:
             yield _lost(key, f"{what}, and {key} has said nothing for {silent_s:.1f} s", "is that host up?")
         elif not (peer.ready or peer.machine.allows("refused")):
+            # The network may be mended before the leases end.
+            self._leave_alone(key, now)
             hint = "is that host up, is this its address, and does a firewall let the port through?"
             yield PeerLost(key, TransferError(Reason.UNREACHABLE, what, hint=hint))
 

@@ -272,10 +272,10 @@ class NixlTransport:
     def _is_terminal(self, job: Job, handle: Any, state: str) -> bool:
         if state == "PROC":
             return False
-        if state == "DONE":
-            self._num_moved[job.peer] += 1
-        else:
+        if state != "DONE":
             job.stop_posting(f"NIXL: {state}")
+        elif job.peer in self._peers:
+            self._num_moved[job.peer] += 1
         self._quietly(self._agent.release_xfer_handle, handle)
         return True
 

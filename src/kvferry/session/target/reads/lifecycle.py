@@ -222,7 +222,8 @@ class Reads:
         if isinstance(event.peer, PeerKey):
             for fetch in self._fetches.values():
                 read = fetch.reads.get(event.peer)
-                if read is not None and not read.pipeline and now - read.granted_at < self._timing.hold_s:
+                began = max(read.granted_at, fetch.began) if read is not None else now
+                if read is not None and not read.pipeline and now - began < self._timing.hold_s:
                     read.moved_at = now
         yield from ()
 
