@@ -30,7 +30,8 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import BlocksReleased, CheckLiveness, Count, Disconnect, Fetched, FetchFailed, Send
 from kvferry.session.events import AbortRequest, AnswerArrived, FetchRequest, PeerGone, Tick
 from kvferry.session.keys import PeerKey
-from kvferry.session.target.peers.handshakes import TargetIdentity
+from kvferry.session.target.peers.handshakes import Handshakes, TargetIdentity
+from kvferry.session.target.quarantine import PendingAborts, Quarantine
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timing import Timing
@@ -274,3 +275,15 @@ def test_sources_hear_of_the_attempt_and_the_engine_of_its_request(target):
     assert Send(PEER, m.Abort(US, "7:q2", "l1")) in commands
     assert [command.request_id for command in commands if isinstance(command, FetchFailed)] == ["q2"]
     assert target.handle(answer(m.Aborted("7:q2", "epoch-1")), 0.7) == [BlocksReleased("q2")]
+
+
+def test_a_lost_source_whose_abort_was_repeated_is_not_kept_connected_by_a_read_that_is_over():
+    """Late words may have ended the read: nobody but its abort was connected then."""
+    peers = Handshakes(TargetIdentity(US, "0.1.0", TARGET_LAYOUTS), TIMING)
+    aborts = PendingAborts(US, peers, TIMING)
+    quarantine = Quarantine({}, aborts, peers)
+    (sent,) = aborts.send(WANTED, PEER, True, 0.0)
+    assert list(quarantine.end_acknowledged(1.0)) == []
+    aborts.acknowledged(PEER, m.Aborted(sent.message.claim_id, PEER.epoch), 1.0)
+    assert list(quarantine.end_acknowledged(1.1)) == [Disconnect(PEER)]
+    assert not aborts

@@ -84,16 +84,14 @@ class PendingAborts:
             if key.peer == peer:
                 pending.fence(self._timing.fence_s, now)
 
-    def take_finished(self, now: float) -> list[ReadKey]:
-        """Forget those that are over, and return them.
+    def take_finished(self, now: float) -> list[tuple[ReadKey, bool]]:
+        """Forget those that are over, and return them, each with whether its source may have written.
 
         Only time in which this process runs is counted: its own buffers empty only then.
         """
         over = [key for key, pending in self._open.items() if self._is_over(key, pending, now)]
         self._last_turn = now
-        for key in over:
-            del self._open[key]
-        return over
+        return [(key, self._open.pop(key).is_exposed) for key in over]
 
     def _is_over(self, key: ReadKey, pending: _PendingAbort, now: float) -> bool:
         if not pending.is_exposed:
@@ -166,7 +164,7 @@ class Quarantine:
 
     def end_acknowledged(self, now: float) -> Iterator[c.Command]:
         """End the quarantine that waited for a source which has acknowledged, or which cannot write any more."""
-        for key in self._aborts.take_finished(now):
+        for key, was_exposed in self._aborts.take_finished(now):
             fetch = self._fetches.get(key.claim_id)
             if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:
                 read = fetch.reads[key.peer]
@@ -176,5 +174,6 @@ class Quarantine:
                     yield from pipeline.fenced()
                 yield from self.drained(key)
                 yield from self.free_when_drained(fetch)
-                if key.peer not in self._peers and not self._aborts.awaits(key.peer):
-                    yield c.Disconnect(key.peer)
+            # Its abort was repeated to a peer that was lost, also where the read is over by what came late.
+            if was_exposed and key.peer not in self._peers and not self._aborts.awaits(key.peer):
+                yield c.Disconnect(key.peer)
