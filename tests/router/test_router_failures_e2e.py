@@ -285,6 +285,18 @@ async def test_an_instance_that_is_gone_after_a_hiccup_is_found_out_at_once():
         assert (await c.complete()).status == 503
 
 
+async def test_metrics_say_which_instance_fails_and_the_log_in_which_words(caplog):
+    bad, good = decode_engine("d0", failing(500, "CUDA error: device-side assert")), decode_engine("d1")
+    async with cluster([], [bad, good]) as c:
+        while not await c.metric(f'kvferry_router_instance_failing{{instance="{bad.url}",role="decode"}}'):
+            assert (await c.complete()).status == 200
+        errors = 'kvferry_router_instance_errors_total{instance="%s",reason="status_500",role="decode"}'
+        assert await c.metric(errors % bad.url) == 5
+        assert await c.metric(errors % good.url) == 0
+        assert await c.metric(f'kvferry_router_instance_failing{{instance="{good.url}",role="decode"}}') == 0
+    assert "CUDA error: device-side assert" in caplog.text
+
+
 async def test_an_unhealthy_answer_to_a_probe_takes_an_instance_out():
     p = prefill_engine("p0", prefilling("p0"))
     async with cluster([p], [decode_engine()], probe_interval_s=0.05) as c:

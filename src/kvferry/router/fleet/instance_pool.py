@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, islice, product
 
 from kvferry.router.config import DEFAULT_POLICY, PolicySettings
-from kvferry.router.fleet.circuit_breaker import BreakerSettings, BreakerTable, Trial
+from kvferry.router.fleet.circuit_breaker import BreakerSettings, BreakerState, BreakerTable, Trial
 from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, differences
 from kvferry.router.fleet.instance import InstanceRequest, InstanceState, OpenRequests, Origin, ProbeResult, Reservation
 from kvferry.router.fleet.prefill_speed import Mean
@@ -259,10 +259,12 @@ class InstancePool:
 
     def show(self) -> None:
         """Bring the gauges up to date for whoever reads them; at each request that would cost more than its choice."""
+        now = self.now
         for state in self.states:
             self._metrics.show_load(state.instance, state.num_outstanding, state.outstanding_tokens)
             # Also of those for whose series there is room only now.
             self._metrics.show_health(state.instance, state.healthy, state.ready)
+            self._metrics.show_failing(state.instance, state.breaker.state(now) is not BreakerState.CLOSED)
         if self._last_prefill_query is not None:
             self._metrics.skip_threshold.set(threshold_tokens(self._last_prefill_query))
 

@@ -159,6 +159,7 @@ class Dispatcher:
         self._services.metrics.count(command)
         if command.what is Counted.UPSTREAM_ERROR:
             request = next(one for one in reversed(self._sent) if one.instance.role is command.role)
+            self._services.metrics.instance_error(request.instance, command.reason)
             logger.warning(
                 "request %s: the %s request to %s failed: %s%s",
                 self._call.request_id,

@@ -1,16 +1,15 @@
-"""The router as an ASGI app: routes, and what is answered when a request does not get as far as a flow."""
+"""The router as an ASGI app: its routes, what it owns, and what becomes of each request."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,10 +22,7 @@ from starlette.types import Receive, Scope, Send
 from kvferry import __version__
 from kvferry.errors import FerryError, RequestError
 from kvferry.http.access import INVALID_KEY, UNAUTHORIZED
-from kvferry.http.anthropic import error_for
-from kvferry.http.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
 from kvferry.http.registration import MEMBERS_PATH
-from kvferry.http.request_ids import id_of_refusal
 from kvferry.router.config import RouterConfig
 from kvferry.router.discovery.members_file import MembersFile
 from kvferry.router.discovery.registry import Registry
@@ -36,6 +32,14 @@ from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.fleet.probes import Prober
 from kvferry.router.flow.client import CLIENT_CLOSED_REQUEST, Client
 from kvferry.router.flow.driver import Driver
+from kvferry.router.http.errors import (
+    BEGAN_S,
+    json_response,
+    on_defect,
+    on_ferry_error,
+    on_http_error,
+    tell_refusal,
+)
 from kvferry.router.http.models import find_model, list_models
 from kvferry.router.http.status import readiness, status_of
 from kvferry.router.http.tokenize import TokenizerPath, ask
@@ -43,7 +47,7 @@ from kvferry.router.request.client_request import Call, Endpoint, parse_request
 from kvferry.router.request.headers import prefill_headers, request_id_of, timeout_of
 from kvferry.router.request.prompt_cost import cost_of
 from kvferry.router.services import Services
-from kvferry.router.telemetry.access_log import NO_PATH, AccessLogEntry
+from kvferry.router.telemetry.access_log import NO_PATH
 from kvferry.router.telemetry.metrics import Metrics
 from kvferry.router.telemetry.scrapes import Scrapes
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
@@ -55,8 +59,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ANNOUNCEMENT_BYTES = 4096
-# When a request came to the router, in its scope.
-BEGAN_S = "kvferry.began_s"
 
 
 def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp:
@@ -175,7 +177,7 @@ class RouterApp:
         """A request without a key is answered before it comes here: it counts all the same."""
         is_generating = scope["method"] == "POST" and scope["path"] in self._generating
         began = {BEGAN_S: time.monotonic()} if is_generating else {}
-        _tell_refusal(self.state.metrics, {**scope, **began}, request_id, UNAUTHORIZED, INVALID_KEY)
+        tell_refusal(self.state.metrics, {**scope, **began}, request_id, UNAUTHORIZED, INVALID_KEY)
 
 
 class Generate:
@@ -222,9 +224,6 @@ class Generate:
             driver.close(self._endpoint)
 
 
-OTHERS = "/v1/models, /version, /health, /ready or /metrics"
-
-
 async def tokenizer(http: Request) -> Response:
     """One engine answers it alone, and its answer is passed on."""
     path, headers = TokenizerPath(http.scope["path"]), http.scope["headers"]
@@ -247,72 +246,36 @@ async def models(http: Request) -> Response:
     services = http.app.state.services
     headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
     if "name" in http.path_params:
-        return _json(*await find_model(services, "/v1/models", headers, http.path_params["name"]))
-    return _json(*await list_models(services, _target("/v1/models", http), headers))
+        return json_response(*await find_model(services, "/v1/models", headers, http.path_params["name"]))
+    return json_response(*await list_models(services, _target("/v1/models", http), headers))
 
 
 async def version(http: Request) -> Response:
     """Of the router: its engines may be of several."""
-    return _json(200, {"version": __version__})
+    return json_response(200, {"version": __version__})
 
 
 async def health(http: Request) -> Response:
-    return _json(200, {"status": "ok"})
+    return json_response(200, {"status": "ok"})
 
 
 async def ready(http: Request) -> Response:
-    return _json(*readiness(http.app.state.pool, http.app.state.config.needs_pair))
+    return json_response(*readiness(http.app.state.pool, http.app.state.config.needs_pair))
 
 
 async def show_members(http: Request) -> Response:
-    return _json(200, status_of(http.app.state.pool))
+    return json_response(200, status_of(http.app.state.pool))
 
 
 async def take_member(http: Request) -> Response:
     """An engine registers itself, renews that, or leaves."""
     body = await _read(http, MAX_ANNOUNCEMENT_BYTES)
     host = http.client.host if http.client else ""
-    return _json(*http.app.state.registry.take(body, dict(http.headers), host))
+    return json_response(*http.app.state.registry.take(body, dict(http.headers), host))
 
 
 async def show_metrics(http: Request) -> Response:
     return Response(await http.app.state.scrapes.text(), media_type=CONTENT_TYPE_LATEST)
-
-
-async def on_http_error(http: Request, error: Exception) -> Response:
-    """404, 405, 413: an OpenAI error object where the framework would send text."""
-    if not isinstance(error, HTTPException):
-        raise error
-    if error.status_code == 404:
-        message = f"unknown path {http.url.path}; hint: {_hint(http.url.path)}"
-    elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "other methods")
-        message = f"{http.url.path} does not take {http.method}; expected: {allowed}"
-    else:
-        message = error.detail
-    code = HTTP_CODES.get(error.status_code, "http_error")
-    body = error_body(message, INVALID_REQUEST, code, None)
-    return _refuse(http, error.status_code, body, dict(error.headers or {}))
-
-
-def _hint(path: str) -> str:
-    if path.startswith(f"{Endpoint.RESPONSES}/"):
-        return f"responses are not kept here: send the whole conversation to {Endpoint.RESPONSES}"
-    return f"POST to {', '.join((*Endpoint, *TokenizerPath))}, or GET {OTHERS}"
-
-
-async def on_ferry_error(http: Request, error: Exception) -> Response:
-    if not isinstance(error, FerryError):
-        raise error
-    status, body = error_of(error)
-    if status >= 500:
-        logger.error("an internal error of the router ended a request", exc_info=error)
-    return _refuse(http, status, body, {})
-
-
-async def on_defect(http: Request, error: Exception) -> Response:
-    """A defect of ours: the server logs the traceback, the client learns that it was not its fault."""
-    return _refuse(http, 500, error_body("internal error of the router", SERVER_ERROR, "internal_error", None), {})
 
 
 async def _read(http: Request, max_bytes: int) -> bytes:
@@ -336,25 +299,3 @@ def _target(path: str, http: Request) -> str:
     """A path of ours, and the query as the client wrote it. Its path is decoded: other bytes than it seems."""
     query = http.scope["query_string"].decode("latin-1")
     return f"{path}?{query}" if query else path
-
-
-def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[str, str]) -> Response:
-    request_id = id_of_refusal(http.scope["headers"])
-    error = body.get("error")
-    reason = str(error.get("code", "")) if isinstance(error, dict) else ""
-    _tell_refusal(http.app.state.metrics, http.scope, request_id, status, reason)
-    return _json(status, error_for(http.scope["path"], body), headers | {"x-request-id": request_id})
-
-
-def _tell_refusal(metrics: Metrics, scope: Scope, request_id: str, status: int, reason: str) -> None:
-    """It was refused before anything was known of it but its path and, perhaps, its id."""
-    path = scope["path"]
-    known = path if path in (*Endpoint, *TokenizerPath) else "other"
-    metrics.requests.labels(known, NO_PATH, status).inc()
-    # A request that generates has a line of its own, once.
-    if BEGAN_S in scope:
-        AccessLogEntry(request_id, path, status, reason, time.monotonic() - scope[BEGAN_S]).log()
-
-
-def _json(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

@@ -93,6 +93,7 @@ async def _asked(services: Services, instance: Instance, request: HttpRequest) -
 
 def _note(services: Services, instance: Instance, reason: str) -> None:
     services.metrics.count(Count(Counted.UPSTREAM_ERROR, instance.role, reason))
+    services.metrics.instance_error(instance, reason)
     if reason in GONE:
         services.pool.mark_down(instance, reason)
     else:

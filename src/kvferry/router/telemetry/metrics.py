@@ -73,6 +73,9 @@ class Metrics:
         self._lost_caches = self._counter(
             "kvferry_router_lost_caches", "Failed cache transfers between instances.", "prefill", "decode", "reason"
         )
+        self._errors = self._counter(
+            "kvferry_router_instance_errors", "Failed requests to an instance.", *INSTANCE, "reason"
+        )
         self.refused_registrations = self._counter(
             "kvferry_router_refused_registrations", "Rejected registrations.", "reason"
         )
@@ -84,6 +87,9 @@ class Metrics:
         )
         self._healthy = self._gauge("kvferry_router_instance_healthy", "1 if the instance is healthy.", *INSTANCE)
         self._ready = self._gauge("kvferry_router_instance_ready", "1 if the instance accepts requests.", *INSTANCE)
+        self._failing = self._gauge(
+            "kvferry_router_instance_failing", "1 while the circuit breaker of the instance is not closed.", *INSTANCE
+        )
         self.skip_threshold = self._gauge(
             "kvferry_router_skip_threshold_tokens", "Prompts with fewer uncached tokens skip prefill."
         )
@@ -122,6 +128,13 @@ class Metrics:
     def lost_cache(self, prefill_url: str, decode_url: str, reason: str) -> None:
         self._of(self._lost_caches, *self._by_url.names(prefill_url, decode_url), reason).inc()
 
+    def instance_error(self, instance: Instance, reason: str) -> None:
+        """A request to it has failed, for this reason."""
+        self._of(self._errors, instance.role, self._by_url.name(instance.url), reason).inc()
+
+    def show_failing(self, instance: Instance, failing: bool) -> None:
+        self._show(instance, (self._failing, failing))
+
     def show_load(self, instance: Instance, num_requests: int, num_tokens: int) -> None:
         self._show(instance, (self._in_flight, num_requests), (self._in_flight_tokens, num_tokens))
 
@@ -140,7 +153,7 @@ class Metrics:
 
     def forget(self, instance: Instance) -> None:
         """An instance has left: what was counted by its name goes with it, or memory would grow with every restart."""
-        for gauge in (self._in_flight, self._in_flight_tokens, self._healthy, self._ready):
+        for gauge in (self._in_flight, self._in_flight_tokens, self._healthy, self._ready, self._failing):
             _remove(gauge, (instance.role, instance.url))
         for family, labels in self._by_url.leave(instance):
             _remove(family, labels)

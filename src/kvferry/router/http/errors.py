@@ -1,0 +1,87 @@
+"""What is answered when a request does not get as far as a flow."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from kvferry.errors import FerryError
+from kvferry.http.anthropic import error_for
+from kvferry.http.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
+from kvferry.http.request_ids import id_of_refusal
+from kvferry.router.http.tokenize import TokenizerPath
+from kvferry.router.request.client_request import Endpoint
+from kvferry.router.telemetry.access_log import NO_PATH, AccessLogEntry
+from kvferry.router.telemetry.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+# When a request came to the router, in its scope.
+BEGAN_S = "kvferry.began_s"
+OTHERS = "/v1/models, /version, /health, /ready or /metrics"
+
+
+async def on_http_error(http: Request, error: Exception) -> Response:
+    """404, 405, 413: an OpenAI error object where the framework would send text."""
+    if not isinstance(error, HTTPException):
+        raise error
+    if error.status_code == 404:
+        message = f"unknown path {http.url.path}; hint: {_hint(http.url.path)}"
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "other methods")
+        message = f"{http.url.path} does not take {http.method}; expected: {allowed}"
+    else:
+        message = error.detail
+    code = HTTP_CODES.get(error.status_code, "http_error")
+    body = error_body(message, INVALID_REQUEST, code, None)
+    return _refuse(http, error.status_code, body, dict(error.headers or {}))
+
+
+def _hint(path: str) -> str:
+    if path.startswith(f"{Endpoint.RESPONSES}/"):
+        return f"responses are not kept here: send the whole conversation to {Endpoint.RESPONSES}"
+    return f"POST to {', '.join((*Endpoint, *TokenizerPath))}, or GET {OTHERS}"
+
+
+async def on_ferry_error(http: Request, error: Exception) -> Response:
+    if not isinstance(error, FerryError):
+        raise error
+    status, body = error_of(error)
+    if status >= 500:
+        logger.error("an internal error of the router ended a request", exc_info=error)
+    return _refuse(http, status, body, {})
+
+
+async def on_defect(http: Request, error: Exception) -> Response:
+    """A defect of ours: the server logs the traceback, the client learns that it was not its fault."""
+    return _refuse(http, 500, error_body("internal error of the router", SERVER_ERROR, "internal_error", None), {})
+
+
+def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[str, str]) -> Response:
+    request_id = id_of_refusal(http.scope["headers"])
+    error = body.get("error")
+    reason = str(error.get("code", "")) if isinstance(error, dict) else ""
+    tell_refusal(http.app.state.metrics, http.scope, request_id, status, reason)
+    return json_response(status, error_for(http.scope["path"], body), headers | {"x-request-id": request_id})
+
+
+def tell_refusal(metrics: Metrics, scope: Scope, request_id: str, status: int, reason: str) -> None:
+    """It was refused before anything was known of it but its path and, perhaps, its id."""
+    path = scope["path"]
+    known = path if path in (*Endpoint, *TokenizerPath) else "other"
+    metrics.requests.labels(known, NO_PATH, status).inc()
+    # A request that generates has a line of its own, once.
+    if BEGAN_S in scope:
+        AccessLogEntry(request_id, path, status, reason, time.monotonic() - scope[BEGAN_S]).log()
+
+
+def json_response(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:
+    """A whole JSON answer."""
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
