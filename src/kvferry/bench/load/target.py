@@ -89,7 +89,7 @@ async def _models(url: str, headers: dict[str, str]) -> list[str]:
         raise ConfigurationError(
             "the server does not take this API key" if was_shown else "the server needs an API key",
             found=f"HTTP {response.status} from {url}/v1/models",
-            hint="set the environment variable KVFERRY_API_KEY",
+            hint=f"set the environment variable KVFERRY_API_KEY{' to another one' if was_shown else ''}",
         )
     try:
         models = msgspec.json.decode(body, type=Models) if response.status == 200 else Models()

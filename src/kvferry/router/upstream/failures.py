@@ -25,15 +25,15 @@ OUT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBU
 
 # What a client is told. The error itself names hosts and ports of the inside, so it goes to the log.
 MESSAGES = {
-    REFUSED: "it cannot be reached",
-    UNREACHABLE: "its host cannot be reached",
-    CONNECT_TIMEOUT: "it did not accept the connection in time",
-    RESET: "its connection broke",
-    MALFORMED: "it does not speak the protocol",
-    DEADLINE: "it took too long",
-    STALL: "it sent nothing for too long",
+    REFUSED: "the engine cannot be reached",
+    UNREACHABLE: "the engine's host cannot be reached",
+    CONNECT_TIMEOUT: "the engine did not accept the connection in time",
+    RESET: "the engine's connection broke",
+    MALFORMED: "the engine does not speak the protocol",
+    DEADLINE: "the engine took too long",
+    STALL: "the engine sent nothing for too long",
     EXHAUSTED: "the router can open no more connections",
-    INSTANCE_DOWN: "it does not answer any more",
+    INSTANCE_DOWN: "the engine does not answer any more",
     PREFILL_LOST: "the prompt was not computed",
     PREFILL_GONE: "the prefill instance cannot be reached",
     PREFILL_REFUSED: "the prefill instance refused the request",
