@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 from collections.abc import Callable
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvferry.bench.accuracy.client import Server
 from kvferry.bench.accuracy.comparison import Comparison, Measured, num_correct, perplexity
@@ -19,6 +16,7 @@ from kvferry.bench.load.target import served_model
 from kvferry.cli import console
 from kvferry.cli.bench.accuracy_table import show
 from kvferry.cli.bench.command import AccuracyOptions
+from kvferry.cli.bench.progress import BenchProgress
 from kvferry.cli.bench.serve import headers_named
 from kvferry.errors import ConfigurationError
 from kvferry.system import os_error_text
@@ -69,18 +67,13 @@ async def servers_of(options: AccuracyOptions) -> tuple[Server, Server]:
 async def _run(options: AccuracyOptions, items: tuple[Item, ...]) -> Measured:
     whole, split = await servers_of(options)
     extent = Extent(options.max_tokens, options.score_tokens)
-    with _progress() as progress:
+    with BenchProgress() as progress:
 
         def phase(name: str, total: int) -> Callable[[], None]:
             task = progress.add_task(name, total=total)
             return lambda: progress.update(task, advance=1)
 
         return await measure(whole, split, items, extent, phase, with_control=options.control)
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console.stderr, disable=not sys.stderr.isatty())
 
 
 def _json(options: AccuracyOptions, measured: Measured, found: list[str]) -> dict[str, object]:

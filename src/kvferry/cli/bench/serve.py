@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID, TextColumn
 
 from kvferry.bench.load.generator import run_load
 from kvferry.bench.load.target import Target, served_model
@@ -29,6 +27,7 @@ from kvferry.bench.report.record import Record
 from kvferry.bench.report.slo import Slo, slo_named
 from kvferry.cli import console, environment
 from kvferry.cli.bench.command import BenchOptions
+from kvferry.cli.bench.progress import BenchProgress
 from kvferry.cli.bench.table import show
 from kvferry.errors import ConfigurationError
 from kvferry.system import os_error_text
@@ -96,7 +95,7 @@ async def _run(options: BenchOptions, plans: Plans, slo: Slo) -> tuple[Target, t
     target = Target(url, model, options.endpoint, options.text, options.may_stop, headers)
     await _warm_up(options, target, plans[0][1])
     reports = []
-    with _progress() as progress:
+    with BenchProgress(TextColumn("{task.fields[errors]} errors")) as progress:
         for rate, planned in plans:
             words = f"{rate:g} requests/s" if math.isfinite(rate) else "load"
             count = _counter(progress, progress.add_task(words, total=len(planned), errors=0))
@@ -138,12 +137,6 @@ def _counter(progress: Progress, task: TaskID) -> Callable[[Record], None]:
         progress.update(task, advance=1, errors=errors)
 
     return count
-
-
-def _progress() -> contextlib.AbstractContextManager[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    errors = TextColumn("{task.fields[errors]} errors")
-    return Progress(*columns, errors, console=console.stderr, disable=not sys.stderr.isatty())
 
 
 def _json(options: BenchOptions, target: Target, reports: tuple[Report, ...]) -> dict[str, Any]:
