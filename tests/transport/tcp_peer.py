@@ -59,3 +59,9 @@ def server_of(world: World) -> Server:
     transport = world.far.transport
     assert isinstance(transport, TcpTransport)
     return transport._server
+
+
+def serves_nobody(serving: Server) -> bool:
+    """Whether no connection has a thread. One that has just lost it is closed, or rests, under the server's lock."""
+    with serving._lock:
+        return not serving._served

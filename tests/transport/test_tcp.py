@@ -14,7 +14,7 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 import pytest
-from tcp_peer import PROOF, challenged, columns, frame, known, rejected, request, server_of, wait_for
+from tcp_peer import PROOF, challenged, columns, frame, known, rejected, request, server_of, serves_nobody, wait_for
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
@@ -249,7 +249,7 @@ def test_a_connection_that_the_system_does_not_watch_is_closed(patient_world: Wo
     serving = server_of(patient_world)
     expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], Direction.READ)
     serving._selector = Full(serving._selector)
-    wait_for(lambda: not serving._served)
+    wait_for(lambda: serves_nobody(serving))
     assert not serving._idle
     expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], Direction.READ)
 
@@ -277,7 +277,7 @@ def test_a_connection_that_ends_while_it_is_not_used_is_forgotten(patient_world:
     expect_copied(patient_world, [Row((0, 0), (1, 3), 100)], Direction.READ)
     wait_for(lambda: len(server_of(patient_world)._idle) == 1)
     patient_world.near.transport.disconnect("far")
-    wait_for(lambda: not server_of(patient_world)._idle and not server_of(patient_world)._served)
+    wait_for(lambda: serves_nobody(server_of(patient_world)) and not server_of(patient_world)._idle)
 
 
 def test_who_comes_when_there_is_no_room_is_refused_and_those_that_are_known_are_served(
@@ -312,7 +312,7 @@ def test_a_connection_that_has_ended_is_made_again_before_it_is_used(world: Worl
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
     for peer in list(server_of(world)._served.values()):
         peer.connection.interrupt()
-    wait_for(lambda: not server_of(world)._served)
+    wait_for(lambda: serves_nobody(server_of(world)))
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tcp_peer import PROOF, challenged, columns, frame, known, rejected, request, server_of, wait_for
+from tcp_peer import PROOF, challenged, columns, frame, known, rejected, request, server_of, serves_nobody, wait_for
 
 from kvferry.errors import TransportError, WireError
 from kvferry.plan.programs.copies import Copies
@@ -87,7 +87,7 @@ def test_only_the_first_connection_is_kept_when_there_is_nothing_to_do(
     monkeypatch.setattr(client, "KEEP_THREAD_S", 0.05)
     for _ in range(2):
         expect_copied(world, ROWS, Direction.READ)
-        wait_for(lambda: len(server_of(world)._idle) == 1 and not server_of(world)._served)
+        wait_for(lambda: serves_nobody(server_of(world)) and len(server_of(world)._idle) == 1)
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -103,7 +103,7 @@ def test_a_peer_without_room_for_more_connections_is_asked_over_one(
 def test_the_first_connection_comes_before_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is room for one only, the others must not have it."""
     world.near.transport.connect("far", world.far.transport.descriptor())
-    wait_for(lambda: not server_of(world)._served)
+    wait_for(lambda: serves_nobody(server_of(world)))
     expect_copied(world, ROWS, Direction.READ)
     assert len(server_of(world)._served) == 1
     answer_together(monkeypatch)
@@ -326,7 +326,7 @@ def test_memory_is_unregistered_while_a_peer_takes_nothing(serving, asking) -> N
 def test_a_peer_that_takes_nothing_of_long_rows_stalls(serving, asking) -> None:
     transport, memory = serving
     asking([(first, CHUNK_BYTES) for first in range(0, memory.nbytes, CHUNK_BYTES)])
-    wait_for(lambda: not transport._server._served)
+    wait_for(lambda: serves_nobody(transport._server))
     assert not transport._server._idle
 
 
