@@ -23,6 +23,8 @@ OF_OTHERS = {
     *(
         "--middleware",
         "--enforce-eager",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
         "--max-model-len",
         "--tensor-parallel-size",
         "--disaggregation-transfer-backend",

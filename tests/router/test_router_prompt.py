@@ -55,6 +55,21 @@ def test_a_file_counts_the_same_whatever_it_weighs(part):
     assert TOKENS_OF_EMBEDDED < num_tokens(1000) == num_tokens(2_000_000) < TOKENS_OF_EMBEDDED + 100
 
 
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES])
+def test_tools_are_a_part_of_the_prompt_and_come_first(endpoint):
+    def cost(question, *tools):
+        said = [{"role": "user", "content": question}]
+        asked = {"input": said} if endpoint is Endpoint.RESPONSES else {"messages": said}
+        return task(endpoint, **asked, **({"tools": [{"name": name * 4000} for name in tools]} if tools else {}))
+
+    plain, one, other = cost("x" * 4000), cost("x" * 4000, "a"), cost("x" * 4000, "b")
+    assert one.prompt_tokens - plain.prompt_tokens == pytest.approx(1000, abs=10)
+    assert one.prefixes == cost("x" * 4000, "a").prefixes
+    assert not set(one.prefixes) & {*other.prefixes, *plain.prefixes}
+    # What is shared of the text stands for the tools as well.
+    assert one.prefix_tokens > 1.9 * plain.prefix_tokens
+
+
 @pytest.mark.parametrize("more", [{}, {"prompt": None}])
 def test_a_prompt_of_embeddings_counts_like_a_file(more):
     for embeddings in ("A" * 1000, ["A" * 2_000_000]):

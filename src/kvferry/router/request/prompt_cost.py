@@ -31,14 +31,16 @@ TOKEN_IDS = re.compile(rb"\s*\[\s*\[?\s*-?\d")
 
 def cost_of(request: ClientRequest) -> RequestCost:
     """Never raises: the request has been checked."""
-    content = _content(request)
+    content, tools = _content(request), request.given("tools")
     model = _text(request, "model")
     num_prefixes = min(len(content) // PREFIX_BYTES, MAX_PREFIXES)
-    prompt_tokens = _num_tokens(content)
+    # Agents send more of tools than of anything else, and the same with each turn: templates put them first.
+    prompt_tokens = _num_tokens(content) + len(tools) // BYTES_PER_TOKEN
+    salt = model + _text(request, "cache_salt") + (hashlib.blake2b(tools).hexdigest() if tools else "")
     return RequestCost(
         prompt_tokens=prompt_tokens,
         new_tokens=_new_tokens(request),
-        prefixes=_prefixes(content, num_prefixes, model + _text(request, "cache_salt")),
+        prefixes=_prefixes(content, num_prefixes, salt),
         prefix_tokens=prompt_tokens * PREFIX_BYTES // max(len(content), 1),
         model=model,
         is_divisible=not request.undivided_reason,
@@ -79,7 +81,7 @@ def _text(request: ClientRequest, field: str) -> str:
 
 
 def _prefixes(content: bytes, num: int, salt: str) -> tuple[int, ...]:
-    """Each name covers everything before it; prompts of different models or salts share none."""
+    """Each name covers everything before it; prompts of different models, salts or tools share none."""
     digest, names = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8), []
     for i in range(num):
         digest.update(content[i * PREFIX_BYTES : (i + 1) * PREFIX_BYTES])
