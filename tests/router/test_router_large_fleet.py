@@ -459,4 +459,5 @@ def test_the_text_of_metrics_has_pauses_and_is_the_same_as_without(monkeypatch):
     monkeypatch.setattr(metrics.time, "sleep", pauses.append)
     text = fleet.metrics.render()
     assert text == generate_latest(fleet.metrics._registry)
-    assert len(pauses) == 4 * (200 // metrics.PIECE)
+    # As many gauges of instances.
+    assert len(pauses) == 5 * (200 // metrics.PIECE)
