@@ -7,9 +7,9 @@ import os
 import resource
 import socket
 import ssl
-from collections.abc import Callable
 from contextlib import suppress
-from weakref import WeakMethod
+from typing import Protocol
+from weakref import WeakSet
 
 # A probe after so many seconds of silence, then one every so many seconds, and how many may go unanswered.
 IDLE_S, INTERVAL_S, NUM_PROBES = 10, 5, 3
@@ -61,21 +61,28 @@ def allow_many_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-_IN_CHILDREN: list[WeakMethod[Callable[[], None]]] = []
+class Listening(Protocol):
+    """What has a socket that only this process is to answer at."""
+
+    def leave_to_parent(self) -> None:
+        """In a child: let go of it."""
+        ...
 
 
-def in_children(leave: Callable[[], None]) -> None:
-    """Call this bound method in each child that is forked while its object lives.
+_LISTENING: WeakSet[Listening] = WeakSet()
 
-    A child inherits listening sockets: while it lives, its parent's death would not be noticed by who connects there.
+
+def close_in_children(listening: Listening) -> None:
+    """Have each child that is forked leave it to this process.
+
+    A child inherits listening sockets: while it lives, nobody who connects there would notice the death of its parent.
     """
-    _IN_CHILDREN.append(WeakMethod(leave, _IN_CHILDREN.remove))
+    _LISTENING.add(listening)
 
 
-def _in_child() -> None:
-    for reference in tuple(_IN_CHILDREN):
-        if leave := reference():
-            leave()
+def _leave_to_parent() -> None:
+    for listening in tuple(_LISTENING):
+        listening.leave_to_parent()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -159,7 +159,7 @@ if not os.fork():
     sys.stdin.read()
     os._exit(0)
 os.read(heard, 5)
-print(channel.address, flush=True)
+print(channel.address, moving._server.address[1], flush=True)
 time.sleep(60)
 """
 
@@ -169,10 +169,13 @@ def test_a_forked_child_does_not_keep_a_dead_source_alive(liveness):
     with subprocess.Popen(
         [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as engine:
-        peer = PeerKey(engine.stdout.readline().strip(), "p0", "e1")
+        address, port = engine.stdout.readline().split()
+        peer = PeerKey(address, "p0", "e1")
         liveness.start(peer)
         assert liveness.refused_peers() == []
         engine.kill()
         engine.wait()
         liveness.start(peer)
         assert liveness.refused_peers() == [peer]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(port)))

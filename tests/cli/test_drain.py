@@ -24,7 +24,8 @@ class Server:
     def __init__(self, bound, limit_s, notice_s=0.0):
         self.url = listening.url_of(bound)
         self.told, self.arrived, self.may_answer, self.idle = (asyncio.Event() for _ in range(4))
-        app = Starlette(routes=[Route("/", self.answer), Route("/stream", self.stream)])
+        streams = (Route(path, self.stream) for path in ("/stream", "/v1/messages"))
+        app = Starlette(routes=[Route("/", self.answer), *streams])
         drain = http.Drain(limit_s, self.told.set, self.idle.wait, notice_s)
         self.running = asyncio.create_task(http.run(app, bound, [], 1, drain))
 
@@ -142,6 +143,16 @@ async def test_a_stream_that_is_broken_off_says_so(caplog):
         assert (piece, rest) == ('data: {"n": 1}', "")
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_ended"
     assert not caplog.records
+
+
+async def test_a_stream_of_messages_that_is_broken_off_says_so_to_anthropics_clients():
+    async with open_request(path="/v1/messages") as (server, asking):
+        terminate(signal.SIGINT)
+        await server.ended()
+        _, last, _ = (await (await asking).text()).split("\n\n")
+        name, data = last.split("\n")
+        assert name == "event: error"
+        assert json.loads(data.removeprefix("data: "))["type"] == "error"
 
 
 async def test_what_is_cut_in_the_middle_of_an_event_gets_no_other():

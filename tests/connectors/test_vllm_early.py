@@ -141,6 +141,15 @@ def test_one_reference_cannot_stand_for_this(name):
     assert served.seen == []
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_there_is_no_early_prefill_where_no_stream_could_begin_with_a_reference(path):
+    served = early(PREFILL, path)
+    status, body = served.answer
+    assert status == 400
+    assert body["error"]["message"].startswith(f"there is no early prefill of {path}")
+    assert served.seen == []
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -642,6 +642,10 @@ def test_a_server_that_drains_is_not_ready_and_takes_no_more():
     vllm.ask(COMPLETIONS, {"prompt": "x"})
     status, body = vllm.answer
     assert (status, body["error"]["code"]) == (503, "draining")
+    vllm.sent.clear()
+    vllm.ask(MESSAGES, {"messages": []})
+    status, body = vllm.answer
+    assert (status, body["type"], body["error"]["type"]) == (503, "error", "api_error")
     assert vllm.seen == []
 
 

@@ -87,6 +87,12 @@ def test_params_that_nobody_made_are_computed_here(decoder: Served, nonsense: di
     assert decoder.metric('kvferry_engine_failed_transfer_seconds_sum{reason="unknown_lease"}') > 0
 
 
+def test_the_first_wrong_byte_can_be_told_from_none(decoder: Served) -> None:
+    """An alarm looks at what the counter grows by."""
+    _, text = decoder.raw("/metrics")
+    assert 'kvferry_engine_transfer_failures_total{reason="digest"} 0.0' in text
+
+
 def test_ids_that_are_no_tokens_are_refused_and_the_source_is_told(decoder: Served) -> None:
     before = len(decoder.transfer.forgone)
     status, answer = decoder.ask(COMPLETIONS, {"prompt": [-1, 5, 6], "kv_transfer_params": {"do_remote_prefill": True}})

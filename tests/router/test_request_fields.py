@@ -111,6 +111,8 @@ def test_what_may_change_the_prompt_of_a_message_is_asked_of_prefill(name):
     assert name not in dropped(Endpoint.MESSAGES)
 
 
+# Written out, too: vLLM and SGLang run these by themselves.
+OF_ENGINES = ("code_interpreter", "container", "mcp", "web_search_preview")
 COMPLETION, CHAT, RESPONSE = Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES
 
 
@@ -147,7 +149,7 @@ COMPLETION, CHAT, RESPONSE = Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPO
         (RESPONSE, {"conversation": "c"}, "engine_session"),
         (RESPONSE, {"truncation": "auto"}, "truncated_prompt"),
         (RESPONSE, {"tools": [{"type": "function", "name": "f"}, {"type": "mcp"}]}, "engine_tools"),
-        (RESPONSE, {"tools": [{"type": "code_interpreter"}]}, "engine_tools"),
+        *((RESPONSE, {"tools": [{"type": name}]}, "engine_tools") for name in OF_ENGINES),
         (RESPONSE, {"tools": [{"type": "function", "name": "f"}, {"type": "web_search"}, "odd"]}, ""),
         # vLLM cuts unless it is told not to.
         (RESPONSE, {"truncation": None}, "truncated_prompt"),

@@ -14,8 +14,8 @@ from router_harness import ONE, STREAM, cluster, decode_engine, hanging, prefill
 from kvferry.errors import RequestError
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Promised
 from kvferry.router.fleet.instance import INSTANCE_BREAKER, OpenRequests
+from kvferry.router.flow.answer_format import CHAT
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
-from kvferry.router.flow.usage import CHAT
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import decode_headers, timeout_of
 from kvferry.router.telemetry.tracing import UpstreamTrace

@@ -37,12 +37,12 @@ from kvferry.router.events import PREFILL_LOST, TOO_LATE, Answered, Began, Clien
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.instance_pool import KIND_BREAKER
 from kvferry.router.flow import dispatcher, early_prefill
+from kvferry.router.flow.answer_format import CHAT
 from kvferry.router.flow.early_prefill import EarlyPrefill
 from kvferry.router.flow.engine_response import promised_cache, stream_failure
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.state_machine import Flow
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
-from kvferry.router.flow.usage import CHAT
 from kvferry.router.policy.records import NO_COST, Role
 from kvferry.router.request.client_request import decode_body, prefill_body
 from kvferry.router.request.request_kind import kind_of

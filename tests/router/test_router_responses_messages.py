@@ -22,9 +22,9 @@ from router_harness import (
 )
 
 from kvferry.http.request_fields import Endpoint
-from kvferry.router.flow.usage import MESSAGES as ANSWER_OF_MESSAGES
-from kvferry.router.flow.usage import RESPONSES as ANSWER
-from kvferry.router.flow.usage import UsageEvents
+from kvferry.router.flow.answer_format import MESSAGES as ANSWER_OF_MESSAGES
+from kvferry.router.flow.answer_format import RESPONSES as ANSWER
+from kvferry.router.flow.answer_format import UsageEvents
 from kvferry.router.request.client_request import (
     first_token_body,
     parse_request,
@@ -234,7 +234,7 @@ def opening_events():
     begun = response("", usage=None, status="in_progress")
     return b"".join(
         event(f"response.{word}", sequence_number=number, response=begun)
-        for number, word in enumerate(("created", "in_progress"))
+        for number, word in enumerate(("created", "queued", "in_progress"))
     )
 
 
@@ -270,7 +270,7 @@ async def test_an_engine_may_say_that_a_response_has_begun_long_before_it_does()
         assert await c.metric('kvferry_router_time_to_first_token_seconds_count{path="decode-only"}') == 0
         may_answer.set()
         events = [one.type async for one in await asking]
-        assert events == ["response.created", "response.in_progress", "response.completed"]
+        assert events == ["response.created", "response.queued", "response.in_progress", "response.completed"]
         assert await c.metric('kvferry_router_time_to_first_token_seconds_count{path="decode-only"}') == 1
 
 

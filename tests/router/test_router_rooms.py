@@ -55,11 +55,11 @@ from kvferry.router.fleet.instance import OpenRequests, Origin
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.fleet.rooms import room_between
 from kvferry.router.fleet.sglang_info import sglang_info
+from kvferry.router.flow.answer_format import CHAT
 from kvferry.router.flow.attempts import MAX_GONE
 from kvferry.router.flow.refusals import pair_failed
 from kvferry.router.flow.state_machine import Flow, State
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
-from kvferry.router.flow.usage import CHAT
 from kvferry.router.policy.prefill_threshold import skip
 from kvferry.router.policy.records import (
     Instance,

@@ -112,6 +112,14 @@ async def test_no_instance_that_answers_is_a_502_and_no_healthy_one_a_503():
             assert d.url.removeprefix("http://") not in response.raw.decode()
     async with cluster([], [], registration=Registration(is_open=True)) as c:
         assert (await ask(c)).status == 503
+        async with c.session.post(c.url + "/v1/messages/count_tokens", json={}) as counted:
+            refused = await counted.json()
+    # Anthropic's clients read no other errors.
+    assert (refused["type"], refused["error"]["type"], refused["error"]["code"]) == (
+        "error",
+        "api_error",
+        "no_instance",
+    )
 
 
 @pytest.mark.parametrize(

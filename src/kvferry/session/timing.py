@@ -21,8 +21,9 @@ class Timing:
     unanswered message every `resend_s`. A lease that has ended is remembered for `tombstone_s`, so that a late claim
     is told why. A claim that arrives before the engine has opened its lease waits `early_claim_s` for it. A peer from
     which nothing has been fetched for `idle_peer_s` is forgotten. The lease of a request that waits in a queue is
-    renewed for at most `hold_s`; as long may a read hold slots while its source answers `Queued`. Bytes that were in
-    flight when a write of a peer ended badly, or the peer died, have landed or are lost after `fence_s`.
+    renewed for at most `hold_s`; as long may a read hold slots while its source answers `Queued`, or go on of which it
+    is only known that bytes of its peer move. Bytes that were in flight when a write of a peer ended badly, or the peer
+    died, have landed or are lost after `fence_s`.
     """
 
     lease_s: float = 30.0

@@ -19,7 +19,7 @@ from typing import Final
 
 import zmq
 
-from kvferry.system import in_children
+from kvferry.system import close_in_children
 from kvferry.transport.machine.addresses import family_of
 
 MAX_CONNECTIONS = 4096
@@ -48,7 +48,7 @@ class LimitedListener:
         self._listener = socket.create_server((host, port), family=family_of(ip_address(host)), backlog=BACKLOG)
         # ZeroMQ expects that: otherwise a connection that ends before it is accepted would block all others.
         self._listener.setblocking(False)
-        in_children(self.leave_to_parent)
+        close_in_children(self)
         # ZeroMQ's descriptor of the same socket.
         self._shared_fd = -1
         self._max_connections = max_connections

@@ -14,10 +14,9 @@ from starlette.types import Message, Receive, Send
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes, PrefillStarts
 from kvferry.errors import TransferError
 from kvferry.http.anthropic import error_for
-from kvferry.http.openai import SSE_MEDIA_TYPE, error_of
+from kvferry.http.openai import OPENING_EVENTS, SSE_MEDIA_TYPE, error_of
 
 CACHE, CACHE_REASON, TIMING = b"x-kvferry-cache", b"x-kvferry-cache-reason", b"server-timing"
-OPENING_EVENTS = (b"event: response.created\n", b"event: response.in_progress\n")
 BODY_HEADERS = frozenset((b"content-type", b"content-length", b"content-encoding", b"transfer-encoding"))
 
 

@@ -27,12 +27,12 @@ from kvferry.router.events import (
 from kvferry.router.fleet.engine_info import Handover
 from kvferry.router.fleet.instance import InstanceRequest, Reservation
 from kvferry.router.fleet.rooms import room_between
+from kvferry.router.flow.answer_format import ANSWER_FORMATS
 from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import EarlyPrefill, PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.relay import Relay
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
-from kvferry.router.flow.usage import ANSWER_FORMATS
 from kvferry.router.policy.records import Instance, Role, SkipPrefill
 from kvferry.router.request.client_request import Call
 from kvferry.router.request.headers import Headers, decode_headers, prefill_headers

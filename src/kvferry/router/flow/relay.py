@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 from kvferry.router.events import Ended, Event, Failed
+from kvferry.router.flow.answer_format import AnswerFormat, UsageEvents
 from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.upstream_request import UpstreamRequest
-from kvferry.router.flow.usage import AnswerFormat, UsageEvents
 from kvferry.router.request.headers import Headers, with_length
 
 OnTokens = Callable[[bytes, float], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any
 
 import msgspec
@@ -29,7 +30,7 @@ def _rule(name: str, type_: Any, expected: str) -> Rule:
     return Rule(name, msgspec.json.Decoder(type_), expected)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dialect:
     """One API.
 
@@ -48,17 +49,21 @@ class Dialect:
     before: str = ""
     unkept: Mapping[str, Any] = field(default_factory=dict)
     can_be_early: bool = False
-    # Of these only the value counts; engines check the type.
-    decisive: tuple[Rule, ...] = field(init=False)
-    # What a prefill request leaves out, and one whose token is the first of the answer.
-    dropped: frozenset[str] = field(init=False)
-    dropped_before_first_token: frozenset[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        decisive = tuple(_rule(name, Any, "JSON") for name in DECISIVE[self.endpoint])
-        object.__setattr__(self, "decisive", decisive)
-        object.__setattr__(self, "dropped", dropped(self.endpoint))
-        object.__setattr__(self, "dropped_before_first_token", dropped_before_first_token(self.endpoint))
+    @cached_property
+    def decisive(self) -> tuple[Rule, ...]:
+        """Fields whose values can stand against a prefill request. Only these count: engines check the type."""
+        return tuple(_rule(name, Any, "JSON") for name in DECISIVE[self.endpoint])
+
+    @cached_property
+    def dropped(self) -> frozenset[str]:
+        """What a prefill request leaves out."""
+        return dropped(self.endpoint)
+
+    @cached_property
+    def dropped_before_first_token(self) -> frozenset[str]:
+        """What one leaves out whose token is the first of the answer."""
+        return dropped_before_first_token(self.endpoint)
 
 
 MODEL = _rule("model", str | None, "a string")

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvferry.errors import ConfigurationError, FerryError, TransportError, WireError
 from kvferry.plan.programs.copies import Column
-from kvferry.system import in_children, os_error_text
+from kvferry.system import close_in_children, os_error_text
 from kvferry.transport.base import Direction
 from kvferry.transport.machine.addresses import family_of, resolve
 from kvferry.transport.registered_memory import LocatedRows, Offsets, Registry, View
@@ -114,8 +114,8 @@ class Server:
         except (OSError, ConfigurationError) as error:
             raise TransportError(f"cannot listen on {host!r}", found=os_error_text(error)) from error
         # A connection that is gone before it is accepted must not keep the others waiting.
-        in_children(self._listener.close)
         self._listener.setblocking(False)
+        close_in_children(self)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._selector = select.epoll()
         self._selector.register(self._listener, select.EPOLLIN)
@@ -140,6 +140,10 @@ class Server:
         for thread in threads:
             thread.join(timeout_s)
         self._selector.close()
+
+    def leave_to_parent(self) -> None:
+        """Of a forked child, which has none of the threads."""
+        self._listener.close()
 
     def _watch(self) -> None:
         """The first thread: it accepts connections, and has those served that ask for something again."""

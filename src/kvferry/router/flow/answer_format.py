@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from kvferry.http.openai import OPENING_EVENTS
 from kvferry.http.request_fields import Endpoint
 from kvferry.router.flow.engine_response import event_data, streamed_error
 from kvferry.router.request.lenient_json import decoded
@@ -165,7 +166,7 @@ RESPONSES = replace(
     _with_details(b'"input_tokens"', "input_tokens_details", lambda found: True, is_required=True),
     # The last event repeats the whole answer, with its instructions and tools.
     max_event_bytes=8 << 20,
-    opening=tuple(b"event: response.%b\n" % name for name in (b"created", b"in_progress", b"queued")),
+    opening=OPENING_EVENTS,
     failing=(b"event: response.failed\n", b"event: error\n"),
 )
 MESSAGES = AnswerFormat(
