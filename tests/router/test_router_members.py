@@ -263,9 +263,13 @@ def test_who_comes_when_another_has_left_has_metrics_of_its_own():
     pool.add(D1, Origin.FILE)
     pool.probed(D1, ProbeResult.READY, "")
     assert D1.url not in metrics.render().decode()
+    pool.show()
+    metrics.instance_error(D0, "status_500")
+    assert metrics.render().decode().count(D0.url) > 5
     pool.remove(D0, Origin.COMMAND_LINE)
     pool.show()
     shown = metrics.render().decode()
+    assert D0.url not in shown
     assert f'kvferry_router_in_flight_requests{{instance="{D1.url}",role="decode"}} 0.0' in shown
     assert f'kvferry_router_instance_ready{{instance="{D1.url}",role="decode"}} 1.0' in shown
 

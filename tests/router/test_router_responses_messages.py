@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from router_harness import (
     TRANSFER,
+    Engine,
     breaking,
     cluster,
     decode_engine,
@@ -164,6 +165,18 @@ async def test_openais_client_streams_a_response():
         events = [one async for one in stream]
         assert "".join(one.delta for one in events if one.type == "response.output_text.delta") == "one two"
         assert events[-1].response.usage.input_tokens_details.cached_tokens == 4
+
+
+@pytest.mark.parametrize("endpoint", [RESPONSES, MESSAGES])
+async def test_no_reference_is_asked_for_before_the_prompt_is_computed(endpoint):
+    """Neither stream could begin with one."""
+    info = {"engine": "kvferry", "epoch": "p0-1", "early": True}
+    prefill = Engine("p0", generating, info=info)
+    asked = {"input": ASKED} if endpoint is RESPONSES else {"messages": ASKED, "max_tokens": 9}
+    async with cluster([prefill], [decode_engine("d0", generating)], early_from_tokens=1) as c:
+        async with c.session.post(c.url + endpoint, json={"model": "tiny", **asked, "stream": True}) as reply:
+            assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "disaggregated")
+        assert prefill.seen[0].body["stream"] is False
 
 
 async def test_tokens_of_a_message_are_counted_by_one_engine():

@@ -27,6 +27,7 @@ from kvferry.session.events import (
     TicketEnded,
 )
 from kvferry.session.keys import ClaimKey, SlotKey
+from kvferry.session.source.direct_write import DirectWrite
 from kvferry.session.source.early_messages import MAX_ABORTED
 from kvferry.session.source.session import SourceSession
 from kvferry.session.timing import Timing
@@ -88,6 +89,14 @@ def test_a_write_that_hangs_beside_others_is_given_up_in_the_end():
         (answer,) = play(source, [(now, said(CLAIM), [Reply])])
         told += [now] if isinstance(answer.message, m.Queued) else []
     assert told == list(range(2, 32))
+
+
+def test_a_ticket_that_ends_is_progress_of_the_write_itself():
+    write = DirectWrite(KEY, "x", None, [], uses={TICKET: None, SlotKey(KEY, 1, 0): None}, moving_since=5.0)
+    assert list(write.handle(TicketEnded(TICKET, ""))) == []
+    assert write.moving_since < 0
+    assert isinstance(write.status(), m.Queued)
+    assert isinstance(write.status(), m.Grant)
 
 
 def two_readers(source, subject=NOTHING):

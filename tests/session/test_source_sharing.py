@@ -22,6 +22,7 @@ from kvferry.session.events import (
     LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
+    PeerMoved,
     Tick,
     TicketEnded,
 )
@@ -93,6 +94,11 @@ def test_a_claim_that_is_repeated_is_granted_again_and_written_once(source):
     play(source, [(4, said(CLAIM), [GRANT, Reply("x", status.message)])])
     # Late, or repeated: who has been told that all is valid must not hear that the lease is over.
     play(source, [(5, said(LANDED), [VALID, FREE]), (6, said(CLAIM), [Reply("x", status.message)])])
+
+
+def test_a_target_that_asks_is_told_that_the_sources_part_moves(source):
+    queued = Reply("x", m.Queued("c1"))
+    play(source, [*WRITING, (2, PeerMoved(THEM), []), (3, said(CLAIM), [GRANT, queued]), (4, said(CLAIM), [GRANT])])
 
 
 def test_who_has_not_heard_of_its_grant_hears_when_the_lease_is_over(source):

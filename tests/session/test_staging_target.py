@@ -48,7 +48,7 @@ from kvferry.session.commands import (
     Send,
     Stage,
 )
-from kvferry.session.events import AbortRequest, Acquired, HostSilent, Staged, Tick, TicketEnded
+from kvferry.session.events import AbortRequest, Acquired, HostSilent, PeerMoved, Staged, Tick, TicketEnded
 from kvferry.wire import messages as m
 
 pytestmark = pytest.mark.usefixtures("three_slots_at_a_time")
@@ -251,6 +251,19 @@ def test_a_source_that_only_says_queued_keeps_slots_from_others_for_so_long_and_
     assert TIMING.hold_s < failed_at["q1"] <= latest
     # Who waited for the slots fails with it: while their source may write to them nobody gets them.
     assert failed_at["q2"] <= latest
+
+
+def test_bytes_of_other_reads_are_no_reason_to_wait_for_slots():
+    """A read through slots has its own progress."""
+    session = target(Strategy.PACK)
+    play(session, [*PACKING, *[(1, acquired(number), [pack(number)]) for number in range(3)]])
+    failed_at = []
+    for now in range(3, 100):
+        play(session, [(now, PeerMoved(PEER), [])])
+        commands = session.handle(Tick(), now + 0.5)
+        failed_at += [now for command in commands if isinstance(command, FetchFailed)]
+    assert len(failed_at) == 1
+    assert failed_at[0] <= TIMING.transfer_s + 2
 
 
 def test_who_cannot_be_written_to_does_without_packing():

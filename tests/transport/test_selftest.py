@@ -378,3 +378,10 @@ def test_real_peers_are_measured(name: str) -> None:
         assert found.carriers
         assert peer.digest() == digest(pattern(PROBE_BYTES, 3))
     transport.close()
+
+
+def test_the_pattern_of_a_probe_is_made_once_for_all_tests_of_it():
+    """With many peers at once, each of them has its own."""
+    held = [pattern(1 << 12, seed) for seed in range(3)]
+    assert all(pattern(1 << 12, seed) is one for seed, one in enumerate(held))
+    assert pattern(1 << 13, 0) is not held[0]

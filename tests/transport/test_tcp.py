@@ -353,6 +353,9 @@ def test_of_a_read_that_is_cancelled_no_more_comes_than_a_chunk() -> None:
             ticket = world.near.transport.post("far", copies, Direction.READ)
             assert world.finish([ticket])[ticket].error == "cancelled"
         assert not world.near.views[-1][CHUNK_BYTES:].any()
+        # What is still on its way would be taken for the next answer.
+        asking, _ = world.near.transport._peers["far"]
+        assert not any(lane.is_connected for lane in asking._lanes)
         assert world.run(copies, Direction.READ) == ""
         assert (world.near.views[-1] == world.far.views[-1]).all()
     finally:

@@ -65,7 +65,6 @@ class HeldResponse:
     async def explains_failure(self) -> bool:
         """vLLM cannot say in a stream of a response that its cache was lost: it fails. Then that is answered here."""
         if self._head is not None and self._outcomes.failure(self._names[0]) is not None:
-            self._before_first_token.clear()
             await self._send_head(self._head)
         return self._is_replaced
 
