@@ -10,7 +10,7 @@ import pytest
 import uvloop
 import zmq
 
-from kvferry.agent.control.channel import OPTIONS
+from kvferry.agent.control.sockets import OPTIONS
 from kvferry.cli.server.listening import listen
 from kvferry.router.upstream.http_client import HttpClient, HttpRequest
 from kvferry.system import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,6 +118,14 @@ def num_mappings(memory):
     wait_for_unmapping()
     inode = str(os.fstat(memory.shared_fd).st_ino)
     return [line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()].count(inode)
+
+
+def until(is_so):
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 class Gate:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from math import inf
 
 import pytest
-from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, check, leased, moved, wire_only
+from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, check, leased, moved, until, wire_only
 from faulty_transport import GatedTransport
 
 from kvferry.agent.cache import host_mover
@@ -84,13 +83,6 @@ class Recording(GatedTransport):
     def post(self, peer, copies, direction):
         self.posts.append(peer)
         return super().post(peer, copies, direction)
-
-
-def until(is_so):
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def behind(turnstile):

@@ -12,10 +12,11 @@ import pytest
 import zmq
 
 from kvferry import SharedToken
-from kvferry.agent.control import channel as channel_module
-from kvferry.agent.control.channel import MAX_FRAMES_PER_RECEIVE, MAX_QUEUED, ControlChannel
+from kvferry.agent.control import source_connections
+from kvferry.agent.control.channel import ControlChannel
 from kvferry.agent.control.curve import secure_connecting
 from kvferry.agent.control.shared_token import NO_TOKEN
+from kvferry.agent.control.sockets import MAX_FRAMES_PER_RECEIVE, MAX_QUEUED, OPTIONS
 from kvferry.errors import ConfigurationError
 from kvferry.session.keys import PeerKey
 from kvferry.wire.codec import MAX_REQUEST_BYTES
@@ -93,6 +94,82 @@ def test_who_does_not_know_the_token_is_counted_and_not_heard(channel, pair):
     connector.send(key(listener), b"question")
     # Where only one side has a token, it depends on who notices first.
     assert counted(listener, connector, reasons=("stranger", "unfinished")) >= 1
+
+
+def refusing(connector, *others, seconds=DEADLINE_S):
+    """Whom the connector takes for somebody who lets nobody in, once there is one."""
+    found, deadline = [], time.monotonic() + seconds
+    while not found and time.monotonic() < deadline:
+        for each in (connector, *others):
+            assert each.receive(0.01) == []
+        found = connector.refused_by()
+    return found
+
+
+@pytest.mark.parametrize("pair", [(OURS, THEIRS), (OURS, NO_TOKEN), (NO_TOKEN, OURS)], ids=["other", "none", "extra"])
+def test_who_is_not_let_in_hears_of_it_each_time(channel, pair):
+    listener, connector = channel(pair[0]), channel(pair[1])
+    for _ in range(3):
+        assert connector.send(key(listener), b"question")
+        assert refusing(connector, listener) == [key(listener)]
+        assert connector.refused_by() == []
+        # Nobody is connected to any more.
+        assert not connector._sources._by_socket
+
+
+ANSWERS = {"nothing": b"", "a web server": b"HTTP/1.1 400 Bad Request\r\n\r\n", "noise": bytes(range(64))}
+
+
+def asked(channel, server) -> tuple[ControlChannel, PeerKey]:
+    """A connector that has asked, and whom."""
+    connector, peer = channel(OURS), PeerKey("tcp://{}:{}".format(*server.getsockname()), "p0", "e1")
+    assert connector.send(peer, b"question")
+    return connector, peer
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
+def test_another_program_at_a_peers_address_is_told_from_an_agent(channel, answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connector, peer = asked(channel, server)
+        with server.accept()[0] as met:
+            met.sendall(answer)
+        assert refusing(connector) == [peer]
+
+
+def test_whoever_ends_a_handshake_late_may_be_busy(channel, monkeypatch):
+    """A handshake ends by its time limit, of which both sides have the same."""
+    monkeypatch.setattr(source_connections, "AT_ONCE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connector, peer = asked(channel, server)
+        for _ in range(2):
+            server.accept()[0].close()
+            assert refusing(connector, seconds=0.05) == []
+        monkeypatch.setattr(source_connections, "AT_ONCE_S", DEADLINE_S)
+        server.accept()[0].close()
+        assert refusing(connector) == [peer]
+
+
+def test_whoever_says_nothing_is_not_taken_for_a_stranger(channel, monkeypatch):
+    """Also when the time of a handshake is over; one that is late is heard."""
+    monkeypatch.setitem(OPTIONS, zmq.HANDSHAKE_IVL, 100)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connector, _ = asked(channel, server)
+        for _ in range(2):
+            with server.accept()[0]:
+                assert refusing(connector, seconds=0.3) == []
+
+
+def test_where_nobody_listens_nobody_is_taken_for_a_stranger(channel):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        connector, _ = asked(channel, server)
+        assert refusing(connector, seconds=0.3) == []
+
+
+def test_a_connection_is_watched_no_longer_than_its_handshake_takes(channel):
+    listener, connector = channel(OURS), channel(OURS)
+    met(connector, listener)
+    assert len(connector._sources._by_socket) == 1
 
 
 def test_knowing_the_listeners_key_alone_is_not_enough(channel, stranger):
@@ -271,7 +348,7 @@ def test_without_a_token_there_is_no_listening_beyond_this_host(host):
 
 
 def test_no_more_sources_than_allowed_are_connected_to(channel, monkeypatch):
-    monkeypatch.setattr(channel_module, "MAX_SOURCES", 1)
+    monkeypatch.setattr(source_connections, "MAX_SOURCES", 1)
     one, *others = channel(), channel(), channel()
     assert [one.send(key(other), b"hello") for other in others] == [True, False]
     one.forget(key(others[0]))
@@ -313,7 +390,7 @@ def test_what_comes_while_something_is_sent_is_heard(channel):
     """To send takes the news from the descriptor that says when there is something to read."""
     one, other = channel(), channel()
     routing_id = met(one, other)
-    (descriptor,) = (socket.getsockopt(zmq.FD) for socket in one._sources.values())
+    (descriptor,) = (socket.getsockopt(zmq.FD) for socket in one._sources._by_socket)
     for _ in range(20):
         # What was read is asked once more by itself.
         assert one.receive(0.0) == []

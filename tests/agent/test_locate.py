@@ -65,12 +65,31 @@ async def test_of_a_server_with_data_parallelism_that_engine_is_found_which_a_nu
     assert found == ["prefill-0", "prefill-1", "prefill-1"]
 
 
-async def test_where_nobody_is_that_is_said_in_time(memory):
+async def located_at(held, memory):
+    async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
+        await decode.locate(f"tcp://127.0.0.1:{held.getsockname()[1]}")
+
+
+async def test_where_nobody_listens_that_is_said_at_once(memory):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
-            with pytest.raises(TransferError, match="has said who it is"):
-                await decode.locate(f"tcp://127.0.0.1:{held.getsockname()[1]}")
+        with pytest.raises(TransferError, match=r"nothing listens at tcp://127.0.0.1:\d+; hint: has that engine"):
+            await located_at(held, memory)
+
+
+async def test_where_nobody_says_anything_that_is_said_in_time(memory):
+    with socket.create_server(("127.0.0.1", 0)) as held, pytest.raises(TransferError, match="has said who it is"):
+        await located_at(held, memory)
+
+
+async def test_another_program_at_the_address_is_told_from_an_engine(memory):
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        failing = asyncio.ensure_future(located_at(held, memory))
+        met, _ = await asyncio.to_thread(held.accept)
+        with met:
+            met.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+        with pytest.raises(TransferError, match=r"has ended the handshake.*the port of an engine's control channel"):
+            await failing
 
 
 async def test_an_agent_that_stops_says_so_to_who_waits(memory):

@@ -8,8 +8,16 @@ from session_cases import SOURCE as THEM
 from session_cases import TARGET as US
 
 from kvferry.plan.description.layout import fingerprint
-from kvferry.session.commands import Count, Disconnect, Located, LocateFailed, RemoteEngine, Reply, Send
-from kvferry.session.events import AnswerArrived, LocateRequest, RanksKnown, Tick
+from kvferry.session.commands import CheckLiveness, Count, Disconnect, Located, LocateFailed, RemoteEngine, Reply, Send
+from kvferry.session.events import (
+    AnswerArrived,
+    HandshakeRefused,
+    HostSilent,
+    LocateRequest,
+    PeerGone,
+    RanksKnown,
+    Tick,
+)
 from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.session import TargetSession
@@ -59,6 +67,17 @@ def test_whoever_is_there_says_who_it_is(target, num_ranks, addresses, found):
             (9.0, Tick(), []),
         ],
     )
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [(PeerGone, "peer_lost"), (HostSilent, "unreachable"), (HandshakeRefused, "unreachable")],
+)
+def test_where_nobody_will_answer_that_is_not_waited_for(target, event, reason):
+    play(target, [(0.0, REQUEST, [ASK]), (0.6, Tick(), [ASK, CheckLiveness(NOBODY)])])
+    _, failed = play(target, [(0.7, event(NOBODY), [Disconnect(NOBODY), LocateFailed])])
+    assert failed.error.reason == reason
+    play(target, [(0.8, event(NOBODY), []), (9.0, Tick(), [])])
 
 
 def above(number):
@@ -134,7 +153,7 @@ def test_an_engine_for_which_no_port_is_left_is_nowhere(target):
 def test_a_question_is_repeated_and_given_up(target):
     play(target, [(0.0, REQUEST, [ASK])])
     assert target.next_deadline(0.0) <= TIMING.resend_s
-    steps = [(0.1, REQUEST, []), (0.3, Tick(), []), (0.6, Tick(), [ASK]), (0.8, Tick(), [])]
+    steps = [(0.1, REQUEST, []), (0.3, Tick(), []), (0.6, Tick(), [ASK, CheckLiveness(NOBODY)]), (0.8, Tick(), [])]
     *_, failed = play(target, [*steps, (5.0, Tick(), [Disconnect(NOBODY), LocateFailed])])
     assert failed.error.reason == m.Reason.DEADLINE
     assert target.next_deadline(6.0) == float("inf")

@@ -50,6 +50,7 @@ from kvferry.session.events import (
     AbortRequest,
     AnswerArrived,
     FetchRequest,
+    HandshakeRefused,
     HoldRequest,
     HostSilent,
     PeerConnected,
@@ -307,6 +308,19 @@ def test_a_source_whose_host_is_silent_is_not_waited_for(target):
     assert failure(commands).reason == "unreachable"
     assert "nothing answers at" in str(failure(commands))
     play(target, [(3.1, HostSilent(PEER), []), (3.2, replace(WANTED, request_id="q2"), [HELLO])])
+
+
+def test_whoever_lets_nobody_in_is_not_waited_for(target):
+    """It has another token, or is another program."""
+    play(target, [(0.0, WANTED, [HELLO])])
+    commands = play(target, [(0.1, HandshakeRefused(PEER), [Count, FetchFailed, BlocksReleased, Disconnect(PEER)])])
+    assert failure(commands).reason == "unreachable"
+    assert "token-file" in str(failure(commands))
+    play(target, [(0.2, HandshakeRefused(PEER), []), (0.3, replace(WANTED, request_id="q2"), [HELLO])])
+
+
+def test_a_source_that_was_met_is_not_lost_if_somebody_ends_a_handshake(target):
+    play(target, [*POSTED, (0.8, HandshakeRefused(PEER), [])])
 
 
 def test_a_source_that_was_met_and_speaks_is_not_lost_if_its_host_ignores_attempts_to_connect(target):

@@ -198,6 +198,14 @@ class PeerGone:
 
 
 @dataclass(frozen=True, slots=True)
+class HandshakeRefused:
+    """Whoever listens at the address of a peer has ended our connection's handshake: it does not hold our token, or is
+    another program."""
+
+    peer: PeerKey
+
+
+@dataclass(frozen=True, slots=True)
 class HostSilent:
     """The host of a peer has answered none of several attempts to connect, neither with yes nor with no."""
 

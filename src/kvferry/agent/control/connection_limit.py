@@ -19,6 +19,7 @@ from typing import Final
 
 import zmq
 
+from kvferry.agent.control.sockets import monitor, monitored
 from kvferry.system import close_in_children
 from kvferry.transport.machine.addresses import family_of
 
@@ -30,8 +31,6 @@ REFUSALS: Final = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "stranger",
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "stranger",
 }
-# A monitor event: its number and, for most, the descriptor of the connection.
-MONITOR_EVENT: Final = struct.Struct("=Hi")
 EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | sum(REFUSALS)
 
 # From Linux' <asm-generic/socket.h>; Python has no names for them. The filter is one instruction: keep 0 bytes.
@@ -58,29 +57,22 @@ class LimitedListener:
 
     def attach(self, router: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
         """Let a ZeroMQ socket accept connections here. Returns its monitor, which `watch` reads."""
-        name = f"inproc://connections-{id(self):x}"
-        router.monitor(name, EVENTS)
-        monitor: zmq.Socket[bytes] = router.context.socket(zmq.PAIR)
-        monitor.setsockopt(zmq.LINGER, 0)
-        # Without a limit, because ZeroMQ's own thread would otherwise wait until events are read.
-        monitor.setsockopt(zmq.RCVHWM, 0)
-        monitor.connect(name)
+        reading = monitor(router, EVENTS)
         host, port = self._listener.getsockname()[:2]
         # ZeroMQ closes the descriptor that it gets, so it gets a copy.
         self._shared_fd = os.dup(self._listener.fileno())
         router.setsockopt(zmq.USE_FD, self._shared_fd)
         router.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-        return monitor
+        return reading
 
     @property
     def num_connections(self) -> int:
         """Open connections, including those that are not authenticated yet."""
         return len(self._open)
 
-    def watch(self, monitor: zmq.Socket[bytes]) -> None:
+    def watch(self, reading: zmq.Socket[bytes]) -> None:
         """Process all events of the monitor."""
-        while monitor.poll(0):
-            event, fd = MONITOR_EVENT.unpack(monitor.recv_multipart()[0])
+        for event, fd in monitored(reading):
             if event == zmq.EVENT_ACCEPTED:
                 self._open.add(fd)
             elif event == zmq.EVENT_DISCONNECTED:

@@ -41,7 +41,7 @@ DIGEST_BYTES = 16 << 20
 _SourceEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn | e.RanksKnown
 _TargetEvent = e.LocateRequest | e.HoldRequest | e.FetchRequest | e.AbortRequest
 _Work = c.Post | c.Cancel | c.Digest | c.DropDigest | c.CheckLiveness | c.Acquire | c.Release | c.Stage
-_PeerEvent = e.AnswerArrived | e.PeerGone | e.HostSilent
+_PeerEvent = e.AnswerArrived | e.PeerGone | e.HostSilent | e.HandshakeRefused
 _AboutPeer = e.PeerConnected | e.PeerUnreachable | e.PeerMoved
 _CommonEvent = _AboutPeer | e.TicketEnded | e.Digested | e.Acquired | e.Staged
 
@@ -150,6 +150,8 @@ class EventLoop:
             self._feed_target(e.PeerGone(peer))
         for peer in self.liveness.silent_peers():
             self._feed_target(e.HostSilent(peer))
+        for peer in self.control.refused_by():
+            self._feed_target(e.HandshakeRefused(peer))
 
     def _move_slots(self) -> None:
         """Grant free slots at once: their copies then run in parallel to the rest of the iteration."""

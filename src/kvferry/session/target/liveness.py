@@ -105,22 +105,28 @@ class Liveness:
     def gone(self, key: PeerKey) -> Iterator[Step]:
         """Nobody listens at the address of a peer. One that is not needed may still be met again."""
         if key in self._peers and (not self._peers[key].ready or is_needed(key, self._fetches)):
-            yield _lost(key, f"nothing listens at {key.address} any more", "has that engine exited?")
+            yield PeerLost(key, absent(key))
 
     def silent(self, key: PeerKey, now: float) -> Iterator[Step]:
         """The host of a peer does not answer attempts to connect. It may do so, and still serve those who are
         connected: one that was met before is lost only if it has said nothing for a while, either."""
         if key not in self._peers:
             return
-        peer, what = self._peers[key], f"nothing answers at {key.address}"
+        peer = self._peers[key]
         silent_s = now - peer.last_heard
         if peer.ready and is_needed(key, self._fetches) and silent_s > QUIET_HEARTBEATS * self._timing.heartbeat_s:
-            yield _lost(key, f"{what}, and {key} has said nothing for {silent_s:.1f} s", "is that host up?")
+            what = f"nothing answers at {key.address}, and {key} has said nothing for {silent_s:.1f} s"
+            yield _lost(key, what, "is that host up?")
         elif not (peer.ready or peer.machine.allows("refused")):
             # The network may be mended before the leases end.
             self._leave_alone(key, now)
-            hint = "is that host up, is this its address, and does a firewall let the port through?"
-            yield PeerLost(key, TransferError(Reason.UNREACHABLE, what, hint=hint))
+            yield PeerLost(key, silent(key))
+
+    def refused(self, key: PeerKey, now: float) -> Iterator[Step]:
+        """Whoever listens at the address of a peer does not let us in."""
+        if key in self._peers and not self._peers[key].ready:
+            self._leave_alone(key, now)
+            yield PeerLost(key, stranger(key))
 
     def renew(self, now: float) -> Iterator[Send]:
         """One message per peer at each heartbeat, with all its leases."""
@@ -159,6 +165,25 @@ class Liveness:
             for key in fetch.peers:
                 if not fetch.reads and not fetch.failed and key in self._peers and self._peers[key].offer is not None:
                     yield key, fetch.request.reference.lease_id
+
+
+def absent(key: PeerKey) -> TransferError:
+    """Nobody listens at the address of a peer."""
+    what = f"nothing listens at {key.address}" + (" any more" if key.epoch else "")
+    return TransferError(Reason.PEER_LOST, what, hint="has that engine exited?")
+
+
+def silent(key: PeerKey) -> TransferError:
+    """The host of a peer does not answer attempts to connect."""
+    hint = "is that host up, is this its address, and does a firewall let the port through?"
+    return TransferError(Reason.UNREACHABLE, f"nothing answers at {key.address}", hint=hint)
+
+
+def stranger(key: PeerKey) -> TransferError:
+    """Whoever listens at the address of a peer has ended the handshake of our connection."""
+    what = f"whoever listens at {key.address} has ended the handshake"
+    hint = "do both engines have the same --token-file, and is this the port of an engine's control channel?"
+    return TransferError(Reason.UNREACHABLE, what, hint=hint)
 
 
 def _lost(key: PeerKey, what: str, hint: str = "") -> PeerLost:

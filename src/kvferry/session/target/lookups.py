@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.errors import TransferError
-from kvferry.session.commands import Command, Disconnect, Located, LocateFailed, RemoteEngine, Send
+from kvferry.session.commands import CheckLiveness, Command, Disconnect, Located, LocateFailed, RemoteEngine, Send
 from kvferry.session.events import LocateRequest
 from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
@@ -55,8 +55,13 @@ class Lookups:
             case Refusal(reason, what, found, expected):
                 yield from self._fail(key, TransferError(reason, what, found=found, expected=expected))
 
+    def failed(self, key: PeerKey, error: TransferError) -> Iterator[Command]:
+        """Nobody is there who would answer. An address that nobody asks for is fine."""
+        if key in self._open:
+            yield from self._fail(key, error)
+
     def repeat(self, now: float) -> Iterator[Command]:
-        """Ask again what has not been answered, and give up what has taken too long."""
+        """Ask again what has not been answered, check whether anybody is there, and give up what has taken too long."""
         for key, lookup in list(self._open.items()):
             if now >= lookup.deadline:
                 what = f"nobody at {key.address} has said who it is within {self._timing.handshake_s:g} s"
@@ -65,6 +70,7 @@ class Lookups:
             elif now - lookup.last_sent >= self._timing.resend_s:
                 lookup.last_sent = now
                 yield self._ask(key)
+                yield CheckLiveness(key)
 
     def _begin(self, address: str, event: LocateRequest, deadline: float, now: float) -> Iterator[Command]:
         key = PeerKey(address, "", "")

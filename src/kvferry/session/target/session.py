@@ -15,7 +15,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session import events as e
 from kvferry.session.commands import Command, Count, Disconnect
 from kvferry.session.keys import PeerKey, ReadKey, SlotKey, peers_of
-from kvferry.session.target.liveness import Liveness
+from kvferry.session.target.liveness import Liveness, absent, silent, stranger
 from kvferry.session.target.lookups import Lookups
 from kvferry.session.target.peers.handshakes import Handshakes, PeerLost, PeerReady, TargetIdentity
 from kvferry.session.target.peers.peer import Peer, PeerState
@@ -27,8 +27,9 @@ from kvferry.wire import messages as m
 from kvferry.wire.messages import Reason
 
 _EngineEvent = e.LocateRequest | e.HoldRequest | e.FetchRequest | e.AbortRequest
-_PeerEvent = e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.PeerMoved | e.PeerGone | e.HostSilent
-TargetEvent = _EngineEvent | _PeerEvent | e.TicketEnded | e.Acquired | e.Staged | e.Digested | e.Tick
+_PeerEvent = e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.PeerMoved
+_AddressEvent = e.PeerGone | e.HostSilent | e.HandshakeRefused
+TargetEvent = _EngineEvent | _PeerEvent | _AddressEvent | e.TicketEnded | e.Acquired | e.Staged | e.Digested | e.Tick
 Step = f.Step | PeerLost | PeerReady
 
 
@@ -55,6 +56,7 @@ class TargetSession:
             e.PeerMoved: self._reads.moved,
             e.PeerGone: self._gone,
             e.HostSilent: self._silent,
+            e.HandshakeRefused: self._handshake_refused,
             e.TicketEnded: self._ticket_ended,
             e.Acquired: self._reads.staged.acquired,
             e.Staged: self._staged,
@@ -218,12 +220,18 @@ class TargetSession:
     # --- time, and the end of peers ---
 
     def _gone(self, event: e.PeerGone, now: float) -> Iterator[Step]:
+        yield from self._lookups.failed(event.peer, absent(event.peer))
         yield from self._liveness.gone(event.peer)
         # This covers what has just failed, too: no acknowledgement of this process can come.
         self._aborts.gone(event.peer, now)
 
     def _silent(self, event: e.HostSilent, now: float) -> Iterator[Step]:
+        yield from self._lookups.failed(event.peer, silent(event.peer))
         yield from self._liveness.silent(event.peer, now)
+
+    def _handshake_refused(self, event: e.HandshakeRefused, now: float) -> Iterator[Step]:
+        yield from self._lookups.failed(event.peer, stranger(event.peer))
+        yield from self._liveness.refused(event.peer, now)
 
     def _tick(self, event: e.Tick, now: float) -> Iterator[Step]:
         yield from self._lookups.repeat(now)
