@@ -17,7 +17,21 @@ from kvferry.connectors.sglang.settings import VARIABLE, Settings, settings_from
 
 LANGUAGES = {"bash", "python", "json", "yaml", "toml", "promql", "text"}
 # Programs of others that documents call.
-OTHERS = {"umask", "openssl", "grep", "kill", "pip", "docker", "cd", "export", "claude", "helm", "serve"}
+OTHERS = {
+    "umask",
+    "openssl",
+    "cat",
+    "grep",
+    "kill",
+    "pip",
+    "docker",
+    "cd",
+    "export",
+    "claude",
+    "helm",
+    "kubectl",
+    "serve",
+}
 SOURCE = ROOT / "src"
 
 

@@ -1,5 +1,6 @@
 """The control channel between two parties: who gets in, who does not, and what it costs whom."""
 
+import itertools
 import secrets
 import select
 import socket
@@ -115,6 +116,45 @@ def test_who_is_not_let_in_hears_of_it_each_time(channel, pair):
         assert connector.refused_by() == []
         # Nobody is connected to any more.
         assert not connector._sources._by_socket
+
+
+OLD, NEW = OURS.secret, THEIRS.secret
+BEFORE, FIRST, SECOND, AFTER = SharedToken(OLD), SharedToken(OLD, (NEW,)), SharedToken(NEW, (OLD,)), SharedToken(NEW)
+STEPS = [BEFORE, FIRST, SECOND, AFTER]
+NEIGHBOURS = [(one, other) for one, other in itertools.product(range(4), repeat=2) if abs(one - other) <= 1]
+
+
+@pytest.mark.parametrize(("listening", "connecting"), NEIGHBOURS)
+def test_a_fleet_goes_from_one_token_to_another_and_everybody_converses(channel, listening, connecting):
+    """Each step, an engine accepts what those of the step before and after use."""
+    listener, connector = channel(STEPS[listening]), channel(STEPS[connecting])
+    for _ in range(2):
+        assert connector.send(key(listener), b"question")
+    asked = frames(listener, connector, until=lambda heard: len(heard) == 2)
+    assert [each.frame for each in asked] == [b"question"] * 2
+    assert listener.reply(asked[0].routing_id, b"answer")
+    assert [each.frame for each in frames(connector, listener)] == [b"answer"]
+    assert connector.refused_by() == []
+
+
+@pytest.mark.parametrize(("listening", "connecting"), [(AFTER, BEFORE), (BEFORE, AFTER), (AFTER, FIRST.each[0])])
+def test_who_has_left_a_token_does_not_meet_who_uses_it(channel, listening, connecting):
+    listener, connector = channel(listening), channel(connecting)
+    assert connector.send(key(listener), b"question")
+    assert refusing(connector, listener) == [key(listener)]
+
+
+def test_all_accepted_tokens_are_tried_before_somebody_is_a_stranger(channel):
+    three = SharedToken(OLD, (NEW, secrets.token_bytes(32)))
+    listener, connector = channel(SharedToken(secrets.token_bytes(32))), channel(three)
+    for _ in range(2):
+        assert connector.send(key(listener), b"question")
+        assert refusing(connector, listener) == [key(listener)]
+    refused, deadline = 0, time.monotonic() + DEADLINE_S
+    while refused < 6 and time.monotonic() < deadline:
+        listener.receive(0.01)
+        refused += listener.take_counts()["connections_refused", "stranger"]
+    assert refused == 6
 
 
 ANSWERS = {"nothing": b"", "a web server": b"HTTP/1.1 400 Bad Request\r\n\r\n", "noise": bytes(range(64))}

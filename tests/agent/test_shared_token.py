@@ -31,6 +31,38 @@ def test_a_file_holds_a_token_and_perhaps_white_space(token_file, contents):
     assert read_token(token_file(contents)) == SharedToken(TOKEN)
 
 
+OTHER = secrets.token_urlsafe(32).encode()
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b" \n\n\t"], ids=["lines", "windows", "white space"])
+def test_the_first_line_is_used_and_the_others_are_accepted(token_file, end):
+    found = read_token(token_file(TOKEN + end + OTHER + end))
+    assert found == SharedToken(TOKEN, (OTHER,))
+    assert found.each == (SharedToken(TOKEN), SharedToken(OTHER))
+    assert found.derived(b"a") == SharedToken(TOKEN).derived(b"a")
+
+
+@pytest.mark.parametrize("strange", [b"\0", b"\x7f", b"\xff"])
+def test_a_line_break_among_random_bytes_is_one_of_them(token_file, strange):
+    contents = TOKEN + b"\n" + strange + OTHER
+    assert read_token(token_file(contents)) == SharedToken(contents)
+
+
+def test_each_of_several_tokens_is_checked(token_file):
+    with pytest.raises(ConfigurationError, match=r"\(2 of 3\) could be guessed.*found: 5 bytes"):
+        read_token(token_file(b"\n".join((TOKEN, b"short", OTHER))))
+    with pytest.raises(ConfigurationError, match=r"\(1 of 2\) could be guessed.*found: 0 bytes"):
+        SharedToken(accepted=(OTHER,))
+
+
+def test_more_tokens_than_a_change_needs_are_a_mistake(token_file):
+    """As of one that was wrapped."""
+    four = [secrets.token_hex(32).encode() for _ in range(4)]
+    assert len(read_token(token_file(b"\n".join(four))).each) == 4
+    with pytest.raises(ConfigurationError, match=r"too many tokens.*5 lines.*into one line"):
+        read_token(token_file(b"\n".join((*four, OTHER))))
+
+
 def test_no_file_is_no_token():
     assert read_token("") == NO_TOKEN
     assert not NO_TOKEN

@@ -5,8 +5,11 @@ import secrets
 import pytest
 from typer.testing import CliRunner
 
+from kvferry import SharedToken
 from kvferry.cli.main import app
+from kvferry.cli.route.server import registration_of
 from kvferry.cli.serve import embedded as command
+from kvferry.http.registration import KEY_PURPOSE
 
 
 @pytest.fixture
@@ -59,3 +62,10 @@ def test_a_file_that_others_can_read_is_an_error_with_a_hint(served, token_file)
     assert "chmod 600" in result.output
     assert token_file.read_text() not in result.output
     assert served == []
+
+
+def test_a_router_lets_in_who_uses_any_token_of_its_file(token_file):
+    used, accepted = token_file.read_text(), secrets.token_hex(32)
+    token_file.write_text(f"{used}\n{accepted}\n")
+    keys = registration_of(True, str(token_file)).keys
+    assert keys == tuple(SharedToken(each.encode()).derived(KEY_PURPOSE) for each in (used, accepted))

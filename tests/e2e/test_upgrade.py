@@ -6,20 +6,17 @@ environment of its own, with the libraries that are here.
 
 from __future__ import annotations
 
-import json
-import signal
 import subprocess
 import tarfile
-import threading
-import urllib.request
 from collections import Counter
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 from chaos_support import Process, running
-from conftest import DEADLINE_S, HEADERS, eventually, get, members, metric, post, prefilled
+from conftest import eventually, get, members, metric, post, prefilled
 from environments import Environment, wheel_of
+from fleet_clients import PROMPTS, Clients, asked, replace, tokens_of
 
 import kvferry
 
@@ -31,10 +28,6 @@ import os
 import sys
 os.execv({kvferry!r}, [{kvferry!r}, *sys.argv[2:]])
 """
-PROMPTS = [
-    f"The {number}th ferry of the day leaves the harbour at dawn, and the fog is thick. " * 3 for number in range(6)
-]
-NUM_CLIENTS = 3
 RECEIVED = "kvferry_engine_tokens_received_total"
 
 
@@ -70,59 +63,6 @@ def earlier(tmp_path_factory) -> Path:
     return script
 
 
-class Clients:
-    """They ask the router one prompt after the other until they are told to stop."""
-
-    def __init__(self, url: str, expected: list[list[int]]) -> None:
-        self._url, self._expected = url, expected
-        self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(NUM_CLIENTS)]
-        self.ways: Counter[tuple[str, str]] = Counter()
-        self.wrong: list[str] = []
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def num_answers(self) -> int:
-        return sum(self.ways.values())
-
-    def until_more(self, number: int = 12) -> None:
-        wanted = self.num_answers + number
-        eventually(lambda: self.num_answers >= wanted or bool(self.wrong), f"{number} more answers")
-
-    def stop(self) -> None:
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join(DEADLINE_S)
-
-    def _run(self, first: int) -> None:
-        number = first
-        while not (self._stopping.is_set() or self.wrong):
-            number = (number + 1) % len(PROMPTS)
-            try:
-                self._ask(number)
-            except (OSError, ValueError, KeyError) as error:
-                self.wrong.append(f"{type(error).__name__}: {error}")
-
-    def _ask(self, number: int) -> None:
-        body = json.dumps(asked(PROMPTS[number]))
-        request = urllib.request.Request(f"{self._url}/v1/completions", body.encode(), HEADERS)
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
-            tokens, told = tokens_of(json.load(response)), response.headers
-        self.ways[told.get("x-kvferry-path", ""), told.get("x-kvferry-cache", "")] += 1
-        if tokens != self._expected[number]:
-            self.wrong.append(f"{tokens} for prompt {number}")
-
-
-def asked(prompt: str) -> dict:
-    return {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-
-
-def tokens_of(answer: dict) -> list[int]:
-    (choice,) = answer["choices"]
-    return choice["token_ids"]
-
-
 def versions(url: str) -> Counter[str]:
     return Counter(member["version"] for member in members(url))
 
@@ -130,11 +70,6 @@ def versions(url: str) -> Counter[str]:
 def same_wire(one: Process, other: Process) -> bool:
     ours, theirs = (get(f"{each.url}/kvferry/info")[1]["wire_version"] for each in (one, other))
     return bool(ours == theirs)
-
-
-def replace(process: Process) -> None:
-    process.signal(signal.SIGTERM)
-    assert process.ended() == 0
 
 
 def test_the_last_number_of_a_release_never_changes_the_wire_version(previous):

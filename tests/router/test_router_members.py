@@ -383,14 +383,15 @@ def test_a_members_file_that_is_gone_is_logged_each_time_that_it_goes(tmp_path, 
 def test_an_announcement_is_believed_from_who_knows_the_key_and_in_time():
     body = b'{"url": "http://e:1", "role": "decode"}'
     signature = sign(KEY, body, 1000.4)
-    assert reason_to_refuse(KEY, body, signature, 1050.0) == ""
-    assert reason_to_refuse(KEY, body, signature, 1061.0) == "clock"
-    assert reason_to_refuse(KEY, body, signature, 939.0) == "clock"
-    assert reason_to_refuse(KEY, body + b" ", signature, 1000.0) == "signature"
-    assert reason_to_refuse(b"x" * 32, body, signature, 1000.0) == "signature"
-    assert reason_to_refuse(KEY, body, "", 1000.0) == "unsigned"
+    assert reason_to_refuse([KEY], body, signature, 1050.0) == ""
+    assert reason_to_refuse([KEY], body, signature, 1061.0) == "clock"
+    assert reason_to_refuse([KEY], body, signature, 939.0) == "clock"
+    assert reason_to_refuse([KEY], body + b" ", signature, 1000.0) == "signature"
+    assert reason_to_refuse([b"x" * 32], body, signature, 1000.0) == "signature"
+    assert reason_to_refuse([b"x" * 32, KEY], body, signature, 1000.0) == ""
+    assert reason_to_refuse([KEY], body, "", 1000.0) == "unsigned"
     for made_up in ("1000", "x.y", ".", "1000." + "0" * 64, "\N{SUPERSCRIPT TWO}.0", "1000.\N{SNOWMAN}"):
-        assert reason_to_refuse(KEY, body, made_up, 1000.0) == "signature"
+        assert reason_to_refuse([KEY], body, made_up, 1000.0) == "signature"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"url": 3}', b'{"url": "x", "role": "chief"}', b'{"a": 1}', b"\xff"])
@@ -403,7 +404,7 @@ def test_what_is_no_announcement_is_refused(body):
 async def test_an_engine_registers_serves_and_leaves_again(key):
     engine, prefill = decode_engine(), prefill_engine()
     await engine.start()
-    async with cluster([prefill], [], registration=Registration(True, key)) as c:
+    async with cluster([prefill], [], registration=Registration(True, (key,) if key else ())) as c:
         assert (await c.complete()).status == 503
         registrar = Registrar(RegistrarConfig((c.url,), engine.url, (Side.DECODE,), key))
         running = asyncio.create_task(registrar.run())
@@ -417,7 +418,7 @@ async def test_an_engine_registers_serves_and_leaves_again(key):
 
 
 async def test_whoever_does_not_know_the_token_is_not_let_in():
-    async with cluster([], [decode_engine()], registration=Registration(True, KEY)) as c:
+    async with cluster([], [decode_engine()], registration=Registration(True, (KEY,))) as c:
         body = json.dumps({"url": "http://127.0.0.1:1", "role": "prefill"}).encode()
         for headers in ({}, {SIGNATURE: sign(b"x" * 32, body, time.time())}):
             async with c.session.post(c.url + MEMBERS_PATH, data=body, headers=headers) as response:

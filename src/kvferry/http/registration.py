@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -52,15 +53,15 @@ def sign(key: bytes, body: bytes, now: float) -> str:
     return f"{stamp}.{_mac(key, stamp, body)}"
 
 
-def reason_to_refuse(key: bytes, body: bytes, signature: str, now: float) -> str:
-    """Why an announcement is refused, as a stable label; empty when its signature is valid."""
+def reason_to_refuse(keys: Sequence[bytes], body: bytes, signature: str, now: float) -> str:
+    """Why an announcement is refused, as a stable label; empty when its signature is valid with one of the keys."""
     stamp, _, mac = signature[:MAX_SIGNATURE].partition(".")
     if not signature:
         return "unsigned"
     if (
         not stamp.isascii()
         or not stamp.isdigit()
-        or not hmac.compare_digest(mac.encode(), _mac(key, stamp, body).encode())
+        or not any([hmac.compare_digest(mac.encode(), _mac(key, stamp, body).encode()) for key in keys])
     ):
         return "signature"
     return "clock" if abs(now - int(stamp)) > MAX_AGE_S else ""

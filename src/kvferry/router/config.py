@@ -50,13 +50,14 @@ DEFAULT_POLICY = PolicySettings()
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Whether engines may register themselves, and the key that they must know to; without one only on this host.
+    """Whether engines may register themselves, and the keys of which they must know one to; without any only on this
+    host.
 
     A registration that is not renewed for `lease_s` is over.
     """
 
     is_open: bool = False
-    key: bytes = field(default=b"", repr=False)
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
     lease_s: float = 15.0
 
 

@@ -74,6 +74,11 @@ class _Asking:
             if now - asked > ASK_AGAIN_S:
                 asked = now
                 self._channel.send(self._peer, encode(OfferRequest(self._party)))
+            if self._channel.refused_by():
+                raise TransportError(
+                    f"the engine at {self._peer.address} has ended the handshake",
+                    hint="does it have the same --token-file?",
+                )
             for arrival in self._channel.receive(TURN_S):
                 message = decode(arrival.frame)
                 if isinstance(message, Offer):
@@ -83,7 +88,7 @@ class _Asking:
         raise TransportError(
             f"no engine answers at {self._peer.address} within {ANSWER_S:g} s",
             expected=EXPECTED,
-            hint="is the engine suspended or overloaded? does it have the same --token-file?",
+            hint="is the engine suspended or overloaded?",
         )
 
 

@@ -61,7 +61,7 @@ def registration_of(is_open: bool, token_file: str) -> Registration:
     from kvferry.agent.control.shared_token import read_token
 
     token = read_token(token_file or environment.token_file())
-    return Registration(True, token.derived(KEY_PURPOSE) if token else b"")
+    return Registration(True, tuple(each.derived(KEY_PURPOSE) for each in token.each))
 
 
 def pods_of(options: RouteOptions) -> PodSelection | None:

@@ -48,8 +48,8 @@ class Registry:
     def _refused(self, body: bytes, headers: dict[str, str], client_host: str) -> str:
         if not self._registration.is_open:
             return "closed"
-        if self._registration.key:
-            return reason_to_refuse(self._registration.key, body, headers.get(SIGNATURE, ""), time.time())
+        if self._registration.keys:
+            return reason_to_refuse(self._registration.keys, body, headers.get(SIGNATURE, ""), time.time())
         host = urlsplit(decode_announcement(body).url).hostname or ""
         return "" if _is_loopback(client_host) and _is_loopback(host) else "not_local"
 
