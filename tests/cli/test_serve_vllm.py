@@ -108,6 +108,19 @@ def test_vllm_may_drain_unless_whoever_started_us_is_in_a_hurry(given, drain_s, 
     assert chosen(given, monkeypatch, tmp_path).drain_timeout == drain_s
 
 
+@pytest.mark.parametrize(
+    ("given", "served"),
+    [
+        ([], ""),
+        (["--served-name", "ours"], "ours"),
+        (["--served-name", "ours", "--", "--served-model-name", "first", "second"], "first"),
+        (["--", "--served_model_name=theirs"], "theirs"),
+    ],
+)
+def test_a_model_is_called_what_vllm_calls_it(given, served, monkeypatch, tmp_path):
+    assert chosen(given, monkeypatch, tmp_path).served_name == (served or tmp_path.name)
+
+
 def test_the_buffer_device_is_vllms_own_key_and_its_own_unless_chosen():
     told = [
         json.loads(after(vllm_command(options(transfer=transfer), 1), "--kv-transfer-config")).get("kv_buffer_device")

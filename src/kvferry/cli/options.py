@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import partial, wraps
 from inspect import Parameter, Signature
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, cast, get_origin, get_type_hints
 
 import typer
@@ -202,3 +203,14 @@ def typed_words(context: typer.Context, without: tuple[str, ...]) -> str:
             for each in value if isinstance(value, list) else [value]:
                 words += [option] if each is True else [option, str(each)]
     return shlex.join(["kvferry", *words])
+
+
+def passed_options(arguments: Sequence[str]) -> dict[str, str]:
+    """Of what is passed to an engine: by name, with dashes as vLLM writes them, the last of each; a value follows, or
+    stands behind an equals sign."""
+    found = dict[str, str]()
+    for word, following in pairwise((*arguments, "")):
+        name, joined, value = word.partition("=")
+        if name.startswith("-"):
+            found[name.replace("_", "-")] = value if joined else following
+    return found

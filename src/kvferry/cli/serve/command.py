@@ -29,6 +29,7 @@ from kvferry.cli.options import (
     common,
     is_given,
     moving,
+    passed_options,
     times,
 )
 from kvferry.errors import ConfigurationError
@@ -194,6 +195,11 @@ def agent_of(options: ServeOptions) -> AgentConfig:
     )
 
 
+def _served_name(options: ServeOptions, name: str) -> str:
+    """What an engine is going to call a model: what it is told itself comes first."""
+    return passed_options(options.arguments).get("--served-model-name") or options.served_name or name
+
+
 def _serve_vllm(context: typer.Context, options: ServeOptions) -> int:
     """Returns vLLM's exit code. Raises ConfigurationError for options that vLLM has no place for."""
     from kvferry.cli.models import resolve
@@ -203,7 +209,7 @@ def _serve_vllm(context: typer.Context, options: ServeOptions) -> int:
     path, name = resolve(options.model)
     refuse_options(options.engine, context, *OURS)
     unset = left_to_engine(context, "block_tokens", "staging_mib", "lease_timeout", *_hurry(options))
-    return serve_vllm(replace(options, model=path, served_name=options.served_name or name, **unset))
+    return serve_vllm(replace(options, model=path, served_name=_served_name(options, name), **unset))
 
 
 def _serve_sglang(context: typer.Context, options: ServeOptions) -> int:
@@ -223,7 +229,7 @@ def _serve_sglang(context: typer.Context, options: ServeOptions) -> int:
     agent_of(options)
     path, name = resolve(options.model)
     unset = left_to_engine(context, "staging_mib", "lease_timeout", *_hurry(options))
-    return serve_sglang(replace(options, model=path, served_name=options.served_name or name, **unset))
+    return serve_sglang(replace(options, model=path, served_name=_served_name(options, name), **unset))
 
 
 def _hurry(options: ServeOptions) -> tuple[str, ...]:

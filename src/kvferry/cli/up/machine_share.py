@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+from kvferry.cli.options import passed_options
 from kvferry.errors import ConfigurationError
 from kvferry.transport.machine.hardware import ROOT, content
 
@@ -68,7 +68,7 @@ def shares(
 
     Raises ConfigurationError when there are not devices enough, and nothing says how to share one.
     """
-    options = _options(arguments)
+    options = passed_options(arguments)
     if options.keys() & set(OWN_CHOICE):
         return (Share(),) * num_engines
     num_each, is_said = _devices_of(options), bool(options.keys() & set(MEMORY_OPTIONS))
@@ -148,13 +148,3 @@ def _devices_of(options: Mapping[str, str]) -> int:
         values = [int(options[name]) for name in names if options.get(name, "").isdecimal()]
         number *= max(values, default=1)
     return max(1, number)
-
-
-def _options(arguments: Sequence[str]) -> dict[str, str]:
-    """By name, with dashes as vLLM writes them, the last of each; a value follows, or stands behind an equals sign."""
-    found = dict[str, str]()
-    for word, following in pairwise((*arguments, "")):
-        name, joined, value = word.partition("=")
-        if name.startswith("-"):
-            found[name.replace("_", "-")] = value if joined else following
-    return found
