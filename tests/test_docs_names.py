@@ -19,7 +19,13 @@ NOT_PYTHON = {
 }
 # Options of vLLM, SGLang, llm-d, pip, pytest, Helm and Docker that are named on other pages than vLLM's.
 OF_OTHERS = {
-    *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--kv-transfer-config", "--max-num-batched-tokens"),
+    *(
+        "--gpu-memory-utilization",
+        "--served-model-name",
+        "--kv-cache-memory-bytes",
+        "--kv-transfer-config",
+        "--max-num-batched-tokens",
+    ),
     *(
         "--middleware",
         "--enforce-eager",

@@ -49,7 +49,7 @@ async def response_between():
     response = EarlyResponse(starts, "early-1", PROMISE, caller.send)
     with contextlib.closing(response):
         yield response, caller, starts
-    assert len(starts) == 0
+    assert not starts._waiting
 
 
 async def test_the_promise_is_told_when_the_prompt_is_begun():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.http.asgi import server_timing
 from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, differences
 from kvferry.router.fleet.prefill_speed import Mean, PrefillSpeed
 from kvferry.router.policy.prefix_affinity import PrefixIndex
@@ -20,7 +21,7 @@ from kvferry.router.request.prompt_cost import (
     TOKENS_OF_EMBEDDED,
     cost_of,
 )
-from kvferry.router.telemetry.request_timing import phases_of, server_timing, told_phases
+from kvferry.router.telemetry.request_timing import phases_of, told_phases
 
 D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
 

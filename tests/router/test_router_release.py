@@ -130,7 +130,7 @@ async def test_the_prefill_instance_is_told_when_the_client_leaves():
 async def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_heard(monkeypatch):
     """Its blocks are kept already, for a decode request that will not be: the decode instance hears nothing of it."""
     monkeypatch.setattr("kvferry.router.flow.dispatcher.LAST_ANSWER_S", DEADLINE_S)
-    left, wait_until_gone = asyncio.Event(), client._wait_until_gone
+    left, wait_until_gone = asyncio.Event(), client.until_disconnected
 
     async def noticed(receive):
         await wait_until_gone(receive)
@@ -140,7 +140,7 @@ async def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_
         await left.wait()
         return await prefilled(request, seen)
 
-    monkeypatch.setattr(client, "_wait_until_gone", noticed)
+    monkeypatch.setattr(client, "until_disconnected", noticed)
     async with cluster([prefill_engine("p0", crossing)], [decode_engine()]) as c:
         asking = asyncio.create_task(c.complete())
         await c.prefill[0].arrived.wait()

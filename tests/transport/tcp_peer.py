@@ -41,7 +41,7 @@ def challenged(sock: socket.socket) -> Challenge:
 def rejected(world: World) -> int:
     transport = world.far.transport
     assert isinstance(transport, TcpTransport)
-    return transport.num_rejected
+    return transport._server.num_rejected
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

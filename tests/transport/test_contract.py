@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from faulty_transport import FaultyTransport
+from memory_transport import MemoryFabric, MemoryTransport
 from process_contract import PROCESS_CONTRACT, ProcessCheck
 
 from kvferry.testing.transports.contract import CONTRACT, Check
@@ -13,7 +14,6 @@ from kvferry.testing.transports.peer import make_transport
 from kvferry.testing.transports.world import World
 from kvferry.transport.base import Transport
 from kvferry.transport.cma.transport import CrossMemoryTransport
-from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.nixl.transport import NixlTransport
 from kvferry.transport.shm.transport import SharedMemoryTransport
 from kvferry.transport.tcp import client, server

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from memory_transport import MemoryFabric, MemoryTransport
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
@@ -18,7 +19,6 @@ from kvferry.testing.transports.world import finish
 from kvferry.transport import memory_kind
 from kvferry.transport.base import Direction, Memory, Transport
 from kvferry.transport.cma.transport import CrossMemoryTransport
-from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.memory_kind import MemoryKind, kind_of, register_kind
 from kvferry.transport.nixl.descriptor_lists import Devices, cut_by_kind, descriptor_list
 from kvferry.transport.registered_memory import Regions

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from faulty_transport import Fault, FaultKind, FaultyTransport
+from memory_transport import MemoryFabric, MemoryTransport
 
 from kvferry.testing.transports.world import POISON, Row, World, copies_of
 from kvferry.transport.base import Completion, Direction
-from kvferry.transport.memory import MemoryFabric, MemoryTransport
 
 ROWS = [Row((0, 10), (0, 20), 100), Row((1, 10), (1, 200), 60)]
 

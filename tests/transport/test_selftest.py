@@ -8,13 +8,13 @@ from itertools import count
 import numpy as np
 import pytest
 from faulty_transport import Fault, FaultKind, FaultyTransport
+from memory_transport import MemoryFabric, MemoryTransport
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess, digest, make_transport
 from kvferry.testing.transports.world import World
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.selection import self_test
 from kvferry.transport.selection.measurement import Measurement
 from kvferry.transport.selection.probe import MARK_BYTES, pattern

@@ -53,7 +53,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """The name for users: `memory`, `shm`, `cma`, `tcp`, `nixl`."""
+        """The name for users: `shm`, `cma`, `tcp`, `nixl`."""
         ...
 
     @property

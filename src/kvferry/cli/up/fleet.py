@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from kvferry.cli import console
@@ -46,12 +45,8 @@ class FleetOptions:
     shares: tuple[Share, ...] = ()
 
 
-class StartChild(Protocol):
-    """What starts a child, as `Child` itself does here and something else elsewhere."""
-
-    def __call__(
-        self, name: str, arguments: tuple[str, ...], log: Path, port: int, variables: Mapping[str, str] | None
-    ) -> Child: ...
+StartChild = Callable[[str, tuple[str, ...], Path, int, Mapping[str, str] | None], Child]
+"""What starts a child, as `Child` itself does here: of its name, arguments, log, port and variables."""
 
 
 class Fleet:

@@ -16,7 +16,7 @@ from kvferry import WIRE_VERSION, Reason
 from kvferry.connectors.vllm_middleware.buffered_request import BufferedRequest
 from kvferry.connectors.vllm_middleware.early import early_prefill
 from kvferry.connectors.vllm_middleware.request_names import ANSWER_PATHS, named, names_of
-from kvferry.connectors.vllm_middleware.responses import Delivery, EarlyResponse, HeldResponse, json_response
+from kvferry.connectors.vllm_middleware.responses import Delivery, EarlyResponse, HeldResponse
 from kvferry.connectors.vllm_middleware.worker_reports import (
     FETCH_OUTCOMES,
     PREFILL_STARTS,
@@ -26,6 +26,7 @@ from kvferry.connectors.vllm_middleware.worker_reports import (
 from kvferry.connectors.vllm_middleware.workers import Workers, is_draining, num_replicas
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
 from kvferry.http.anthropic import error_for
+from kvferry.http.asgi import json_response
 from kvferry.http.openai import error_body, error_of
 from kvferry.kv_transfer_params import Reach, from_params
 

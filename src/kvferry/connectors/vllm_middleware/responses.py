@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from http import HTTPStatus
 
-import msgspec
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import Message, Receive, Send
 
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes, PrefillStarts
 from kvferry.errors import TransferError
 from kvferry.http.anthropic import error_for
+from kvferry.http.asgi import json_response, server_timing
 from kvferry.http.openai import OPENING_EVENTS, SSE_MEDIA_TYPE, error_of
 
 CACHE, CACHE_REASON, TIMING = b"x-kvferry-cache", b"x-kvferry-cache-reason", b"server-timing"
 BODY_HEADERS = frozenset((b"content-type", b"content-length", b"content-encoding", b"transfer-encoding"))
-
-
-def json_response(status: int, body: object) -> Response:
-    """A whole JSON answer."""
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 class HeldResponse:
@@ -208,9 +201,5 @@ def _cache_headers(word: bytes, outcome: FetchOutcome) -> list[tuple[bytes, byte
     if outcome.reason:
         headers.append((CACHE_REASON, outcome.reason.encode()))
     if outcome.phases_s:
-        headers.append((TIMING, _server_timing(outcome.phases_s)))
+        headers.append((TIMING, server_timing(outcome.phases_s).encode()))
     return headers
-
-
-def _server_timing(phases_s: Mapping[str, float]) -> bytes:
-    return ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in phases_s.items()).encode()

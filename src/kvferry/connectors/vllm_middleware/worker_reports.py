@@ -61,10 +61,6 @@ class FetchOutcomes:
         self._lock = threading.Lock()
         self._expected: dict[str, _Expected] = {}
 
-    def __len__(self) -> int:
-        """Names that are waited for."""
-        return len(self._expected)
-
     def expect(self, name: str) -> None:
         """An answer to a request of this name waits; `forget` follows."""
         with self._lock:
@@ -112,10 +108,6 @@ class PrefillStarts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[str, Callable[[], object]] = {}
-
-    def __len__(self) -> int:
-        """Names that are waited for."""
-        return len(self._waiting)
 
     def expect(self, name: str, started: Callable[[], object]) -> None:
         """Call `started`, from whatever thread, when vLLM begins to compute it; `forget` follows."""

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from kvferry import WIRE_VERSION, __version__
 from kvferry.embedded.engine.async_engine import Engine
-from kvferry.embedded.http.responder import Responder, caller_of, error_response, json_response
+from kvferry.embedded.http.responder import Responder, caller_of, error_response
 from kvferry.embedded.request.bodies import DetokenizeBody, ReleaseBody, decode_body
 from kvferry.embedded.request.parse import (
     GenerationRequest,
@@ -22,11 +22,12 @@ from kvferry.embedded.request.parse import (
     decode_supported,
     decode_tokenize,
 )
-from kvferry.embedded.serving.openai_objects import ChatObjects, CompletionObjects, OpenAiObjects
+from kvferry.embedded.serving.openai_objects import ChatObjects, CompletionObjects
 from kvferry.embedded.serving.service import ServeInfo, Service
 from kvferry.embedded.transfer.agent_report import peers_json
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.errors import FerryError, RequestError
+from kvferry.http.asgi import json_response
 from kvferry.http.openai import HTTP_CODES, error_body
 from kvferry.http.request_ids import id_of_refusal
 
@@ -50,7 +51,7 @@ class Endpoints:
         return await self._generate(request, decode_chat, ChatObjects())
 
     async def _generate(
-        self, request: Request, decode: Callable[[bytes], GenerationRequest], objects: OpenAiObjects
+        self, request: Request, decode: Callable[[bytes], GenerationRequest], objects: CompletionObjects | ChatObjects
     ) -> Responder | Response:
         caller = caller_of(request.headers)
         ask = decode(await _body(request))
@@ -72,32 +73,32 @@ class Endpoints:
             "tokens": tokens,
             "token_strs": await prompts.token_strs(tokens) if ask.return_token_strs else None,
         }
-        return json_response(body, {})
+        return json_response(200, body)
 
     async def detokenize(self, request: Request) -> Response:
         body = decode_supported(await _body(request), DetokenizeBody)
         if (refusal := self._wrong_model(request, body.model)) is not None:
             return refusal
-        return json_response({"prompt": await self._service.prompts.text(tuple(body.tokens))}, {})
+        return json_response(200, {"prompt": await self._service.prompts.text(tuple(body.tokens))})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model()]}, {})
+        return json_response(200, {"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        return self._wrong_model(request, request.path_params["name"]) or json_response(self._model(), {})
+        return self._wrong_model(request, request.path_params["name"]) or json_response(200, self._model())
 
     async def version(self, request: Request) -> Response:
-        return json_response({"version": __version__}, {})
+        return json_response(200, {"version": __version__})
 
     async def health(self, request: Request) -> Response:
         info, failure = self._service.info, self._service.failure
         body = {"status": "failed" if failure else "ok", "engine_id": info.engine_id, "reason": failure}
-        return json_response(body, {}, 503 if failure else 200)
+        return json_response(503 if failure else 200, body)
 
     async def ready(self, request: Request) -> Response:
         reason = self._service.not_ready
         body = {"status": "not ready" if reason else "ready", "reason": reason}
-        return json_response(body, {EPOCH_HEADER: self._service.info.epoch}, 503 if reason else 200)
+        return json_response(503 if reason else 200, body, {EPOCH_HEADER: self._service.info.epoch})
 
     async def info(self, request: Request) -> Response:
         """Who this is, for routers: they never pair engines that cannot exchange a cache."""
@@ -118,12 +119,12 @@ class Endpoints:
             "bootstrap_port": place.port,
             "peers": peers_json(transfer.peers),
         }
-        return json_response(body, {})
+        return json_response(200, body)
 
     async def release(self, request: Request) -> Response:
         """Whoever was given a reference may say that nobody will fetch it."""
         params = decode_body(await _body(request), ReleaseBody).kv_transfer_params
-        return json_response({"released": self._service.transfer.withdraw(params)}, {})
+        return json_response(200, {"released": self._service.transfer.withdraw(params)})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -145,7 +146,7 @@ class Endpoints:
             return None
         message = f"the model {name!r} does not exist; this engine serves {served!r}"
         body = error_body(message, "invalid_request_error", "model_not_found", "model")
-        return json_response(body, _id_header(request), 404)
+        return json_response(404, body, _id_header(request))
 
 
 def create_app(engine: Engine, transfer: AgentTransfer, info: ServeInfo) -> Starlette:
@@ -210,13 +211,13 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         hint = PATHS if error.status_code == 404 else ""
         words = str(RequestError(error.detail, found=found, expected=allowed, hint=hint))
     body = error_body(words, "invalid_request_error", HTTP_CODES.get(error.status_code, "http_error"), None)
-    return json_response(body, dict(error.headers or {}) | _id_header(request), error.status_code)
+    return json_response(error.status_code, body, dict(error.headers or {}) | _id_header(request))
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
     """What we did not foresee: told without details; the server logs it with all of them."""
     body = error_body("internal error", "server_error", "internal_error", None)
-    return json_response(body, _id_header(request), 500)
+    return json_response(500, body, _id_header(request))
 
 
 def _id_header(request: Request) -> dict[str, str]:

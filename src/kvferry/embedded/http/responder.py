@@ -11,15 +11,15 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvferry.embedded.serving.chunks import AnswerChunk, joined
 from kvferry.embedded.serving.metrics import Report, summed
-from kvferry.embedded.serving.openai_objects import OpenAiObjects, usage
+from kvferry.embedded.serving.openai_objects import ChatObjects, CompletionObjects, usage
 from kvferry.embedded.serving.service import Service, TokenizedRequest
 from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.http.asgi import json_response, server_timing, until_disconnected
 from kvferry.http.openai import REPORT_HEADER, SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
 from kvferry.http.request_ids import is_usable
 
@@ -74,7 +74,9 @@ def _wants_report(given: str | None) -> bool:
 class Responder:
     """Answers one call in one shape."""
 
-    def __init__(self, service: Service, shape: OpenAiObjects, call: TokenizedRequest, caller: Caller) -> None:
+    def __init__(
+        self, service: Service, shape: CompletionObjects | ChatObjects, call: TokenizedRequest, caller: Caller
+    ) -> None:
         self._service = service
         self._shape = shape
         self._call = call
@@ -113,7 +115,7 @@ class Responder:
                 headers = {"content-type": SSE_MEDIA_TYPE, "cache-control": "no-cache"} | self._headers
                 await StreamingResponse(self._events(first, pieces), OK, headers).stream_response(send)
             else:
-                await json_response(body, self._headers)(scope, receive, send)
+                await json_response(200, body, self._headers)(scope, receive, send)
 
     async def _whole(self, first: AnswerChunk, pieces: AsyncIterator[AnswerChunk]) -> dict[str, Any]:
         by_choice: dict[int, list[AnswerChunk]] = defaultdict(list, {first.index: [first]})
@@ -199,8 +201,7 @@ def cache_headers(role: str, report: Report) -> dict[str, str]:
     if report.recomputed:
         headers[CACHE_REASON_HEADER] = report.recomputed
     if report.phases_s:
-        entries = (f"{name};dur={seconds * 1000:.3f}" for name, seconds in report.phases_s.items())
-        headers["server-timing"] = ", ".join(entries)
+        headers["server-timing"] = server_timing(report.phases_s)
     return headers
 
 
@@ -211,15 +212,10 @@ def lost_headers(role: str, error: FerryError) -> dict[str, str]:
     return {CACHE_HEADER: "lost", CACHE_REASON_HEADER: error.reason}
 
 
-def json_response(body: dict[str, Any], headers: dict[str, str], status: int = 200) -> Response:
-    """A JSON body."""
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
-
-
 def error_response(error: FerryError, failure: str, headers: dict[str, str]) -> Response:
     """An error of ours; 503 for whatever went wrong because the engine has failed."""
     status, body = error_of(error)
-    return json_response(body, headers, 503 if failure and status == 500 else status)
+    return json_response(503 if failure and status == 500 else status, body, headers)
 
 
 def _reference_of(piece: AnswerChunk) -> dict[str, Any]:
@@ -228,7 +224,7 @@ def _reference_of(piece: AnswerChunk) -> dict[str, Any]:
 
 async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
     """Whether the work could be done before the client left; if not, it has been cancelled and has cleaned up."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    working, watching = asyncio.create_task(work), asyncio.create_task(until_disconnected(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -239,8 +235,3 @@ async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) ->
         return False
     working.result()
     return True
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue

@@ -3,29 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvferry.embedded.serving.chunks import AnswerChunk, Candidate, ScoredToken
-
-
-class OpenAiObjects(Protocol):
-    """One endpoint's objects: names, and one choice of an answer, whole or a piece of it."""
-
-    id_prefix: str
-    whole_kind: str
-    chunk_kind: str
-
-    def whole(self, piece: AnswerChunk) -> dict[str, Any]: ...
-
-    def chunk(self, piece: AnswerChunk) -> dict[str, Any]: ...
-
-    def opening(self, num_choices: int) -> list[dict[str, Any]]:
-        """Choices that go before the first piece."""
-        ...
-
-    def with_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-        """An object with the tokens of its choices' prompts, where vLLM has them; those of all choices are given."""
-        ...
 
 
 class CompletionObjects:

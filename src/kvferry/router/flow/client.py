@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from starlette.types import Receive, Send
 
+from kvferry.http.asgi import until_disconnected
 from kvferry.router.request.headers import Headers
 
 # The status that counts a client who did not wait for one.
@@ -46,7 +47,7 @@ class Client:
             self._limit = None
 
     async def _until_left(self, receive: Receive) -> None:
-        await _wait_until_gone(receive)
+        await until_disconnected(receive)
         self.has_left = True
         if self._limit is not None:
             self._limit.reschedule(asyncio.get_running_loop().time() + self._grace_s)
@@ -71,8 +72,3 @@ class Client:
         """
         at_frame_start = not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
         await self.finish((b"" if at_frame_start else b"\n\n") + event)
-
-
-async def _wait_until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -11,7 +11,6 @@ from functools import partial
 from kvferry.kv_transfer_params import MAX_ROOM
 from kvferry.router.commands import Count, Counted, Pick, Send, Start
 from kvferry.router.events import (
-    PREFILL_FAILS,
     PREFILL_GONE,
     PREFILL_LOST,
     PREFILL_REFUSED,
@@ -25,15 +24,16 @@ from kvferry.router.events import (
     Promised,
 )
 from kvferry.router.fleet.engine_info import Handover
-from kvferry.router.fleet.instance import InstanceRequest, Reservation
+from kvferry.router.fleet.instance import Reservation
 from kvferry.router.fleet.rooms import room_between
 from kvferry.router.flow.answer_format import ANSWER_FORMATS
 from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import EarlyPrefill, PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.relay import Relay
+from kvferry.router.flow.reservations import Reservations
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
-from kvferry.router.policy.records import Instance, Role, SkipPrefill
+from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.client_request import Call
 from kvferry.router.request.headers import Headers, decode_headers, prefill_headers
 from kvferry.router.request.request_kind import kind_of
@@ -66,7 +66,7 @@ class Dispatcher:
         self._outcomes = OutcomeRecorder(
             services.pool, call.cost, kind_of(call.request, call.cost), call.request.streams
         )
-        self._reserved: dict[Role, Reservation] = {}
+        self._reserved = Reservations(self._outcomes, call.cost, services.pool.reserve)
         # All so far; the last one is in flight.
         self._sent: list[UpstreamRequest] = []
         self._usage = PrefillUsage()
@@ -85,18 +85,8 @@ class Dispatcher:
         """Reserve an instance."""
         if command.role is Role.PREFILL:
             self.leave_early()
-            if not self._outcomes.may_prefill():
-                return SkipPrefill(PREFILL_FAILS)
-        self._release(command.role)
-        decode = self._reserved.get(Role.DECODE)
-        partners = command.partners(decode.instance if decode else None)
-        asked = InstanceRequest(command.role, self._call.cost, command.excluded, partners, command.alone)
-        found = self._services.pool.reserve(asked)
-        if isinstance(found, Reservation):
-            self._reserved[command.role] = found
-            self._outcomes.chosen(found.instance, partners)
-            return self._picked(found.instance, partners)
-        return found
+        found = self._reserved.pick(command)
+        return self._picked(*found) if isinstance(found, tuple) else found
 
     def start(self, command: Start) -> None:
         """Send a prefill request beside the decode request that follows: the two meet in a room."""
@@ -127,7 +117,7 @@ class Dispatcher:
             body = event.body if isinstance(event, Answered) else b""
             self._usage.cached_tokens = self._format.cached_tokens_of(body)
             if not isinstance(event, Promised):
-                self._release(Role.PREFILL)
+                self._reserved.release(Role.PREFILL)
         match event:
             case Answered():
                 self.answer = WholeResponse(request.status, request.headers, event.body)
@@ -186,8 +176,7 @@ class Dispatcher:
     def close(self) -> None:
         """The request is over, however."""
         self.stop()
-        for role in tuple(self._reserved):
-            self._release(role)
+        self._reserved.release(*Role)
         self._outcomes.end()
 
     async def _answer_to(self, request: UpstreamRequest) -> Event:
@@ -233,12 +222,7 @@ class Dispatcher:
         elif reason:
             self.count(Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason))
             self.in_flight.give_up(PREFILL_GONE if reason in GONE else PREFILL_LOST)
-        self._release(Role.PREFILL)
-
-    def _release(self, role: Role) -> None:
-        reservation = self._reserved.pop(role, None)
-        if reservation is not None:
-            reservation.release()
+        self._reserved.release(Role.PREFILL)
 
     def _upstream_request(self, command: Send | Start) -> UpstreamRequest:
         role, url = command.instance.role, command.instance.url

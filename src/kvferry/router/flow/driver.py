@@ -7,6 +7,7 @@ import time
 import msgspec
 
 from kvferry.http.anthropic import error_event_for, error_for
+from kvferry.http.asgi import server_timing
 from kvferry.router import commands
 from kvferry.router.commands import Command
 from kvferry.router.events import Began, Event
@@ -17,7 +18,6 @@ from kvferry.router.request.client_request import Call
 from kvferry.router.request.headers import Headers, prefill_headers, response_headers
 from kvferry.router.services import Services
 from kvferry.router.telemetry.access_log import NO_PATH, AccessLogEntry
-from kvferry.router.telemetry.request_timing import server_timing
 from kvferry.router.upstream.http_client import HttpRequest, WholeResponse
 
 RELEASE_PATH = "/kvferry/release"

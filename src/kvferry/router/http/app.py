@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from kvferry import __version__
 from kvferry.errors import FerryError, RequestError
 from kvferry.http.access import INVALID_KEY, UNAUTHORIZED
+from kvferry.http.asgi import json_response
 from kvferry.http.registration import MEMBERS_PATH
 from kvferry.router.config import RouterConfig
 from kvferry.router.discovery.members_file import MembersFile
@@ -34,7 +35,6 @@ from kvferry.router.flow.client import CLIENT_CLOSED_REQUEST, Client
 from kvferry.router.flow.driver import Driver
 from kvferry.router.http.errors import (
     BEGAN_S,
-    json_response,
     on_defect,
     on_ferry_error,
     on_http_error,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,6 +12,7 @@ from starlette.types import Scope
 
 from kvferry.errors import FerryError
 from kvferry.http.anthropic import error_for
+from kvferry.http.asgi import json_response
 from kvferry.http.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
 from kvferry.http.request_ids import id_of_refusal
 from kvferry.router.http.tokenize import TokenizerPath
@@ -80,8 +79,3 @@ def tell_refusal(metrics: Metrics, scope: Scope, request_id: str, status: int, r
     # A request that generates has a line of its own, once.
     if BEGAN_S in scope:
         AccessLogEntry(request_id, path, status, reason, time.monotonic() - scope[BEGAN_S]).log()
-
-
-def json_response(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:
-    """A whole JSON answer."""
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

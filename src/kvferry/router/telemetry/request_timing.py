@@ -45,11 +45,6 @@ def without_beginning(told: Mapping[str, float], seconds: float) -> dict[str, fl
     return left
 
 
-def server_timing(phases: Mapping[str, float]) -> str:
-    """The value of a `Server-Timing` header: milliseconds."""
-    return ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in phases.items())
-
-
 class RequestTiming:
     """All times are seconds of the loop's clock."""
 

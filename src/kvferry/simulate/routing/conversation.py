@@ -11,11 +11,11 @@ import simpy
 
 from kvferry.router import commands
 from kvferry.router.commands import Command, Counted, Pick, Send
-from kvferry.router.events import PREFILL_FAILS, Answered, Began, Ended, Event, Failed, Opened, Path, Picked
-from kvferry.router.fleet.instance import InstanceRequest, Reservation
+from kvferry.router.events import Answered, Began, Ended, Event, Failed, Opened, Path, Picked
 from kvferry.router.flow.outcomes import OutcomeRecorder
+from kvferry.router.flow.reservations import Reservations
 from kvferry.router.flow.state_machine import Flow
-from kvferry.router.policy.records import RequestCost, Role, SkipPrefill
+from kvferry.router.policy.records import RequestCost, Role
 from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.request_kind import RequestKind, kind_of
 from kvferry.router.upstream.failures import GONE, RESET
@@ -41,7 +41,6 @@ class Conversation:
 
     def __init__(self, env: simpy.Environment, setting: Setting, hardware: Hardware, membership: Membership) -> None:
         self._env, self._setting, self._hardware, self._membership = env, setting, hardware, membership
-        self._reserved: dict[Role, Reservation] = {}
         self._asked: dict[Role, Upstream] = {}
         self._asked_s, self._is_computed = 0.0, False
 
@@ -51,11 +50,11 @@ class Conversation:
         self._flow = Flow(REQUEST, self._setting.routing.fallback)
         kind = _kind(arrival.cost.prompt_tokens.bit_length())
         self._outcomes = OutcomeRecorder(self._membership.pool, arrival.cost, kind, streams=True)
+        self._reserved = Reservations(self._outcomes, arrival.cost, self._membership.reserve)
         event: Event | None = Began()
         while event is not None:
             event = yield from self._carry_out(self._flow.handle(event))
-        for role in tuple(self._reserved):
-            self._release(role)
+        self._reserved.release(*Role)
         for upstream in self._asked.values():
             upstream.let_go()
         self._outcomes.end()
@@ -78,19 +77,8 @@ class Conversation:
         return event
 
     def _pick(self, command: Pick) -> Event:
-        """As `Dispatcher.pick` does."""
-        if command.role is Role.PREFILL and not self._outcomes.may_prefill():
-            return SkipPrefill(PREFILL_FAILS)
-        self._release(command.role)
-        decode = self._reserved.get(Role.DECODE)
-        partners = command.partners(decode.instance if decode else None)
-        asked = InstanceRequest(command.role, self._arrival.cost, command.excluded, partners, command.alone)
-        found = self._membership.reserve(asked)
-        if not isinstance(found, Reservation):
-            return found
-        self._reserved[command.role] = found
-        self._outcomes.chosen(found.instance, partners)
-        return Picked(found.instance)
+        found = self._reserved.pick(command)
+        return Picked(found[0]) if isinstance(found, tuple) else found
 
     def _send(self, command: Send) -> Process:
         """As `Dispatcher.send` and `UpstreamRequest.ask` do."""
@@ -124,7 +112,7 @@ class Conversation:
         self._outcomes.hears(event, upstream.headers, handover_s)
         if role is Role.PREFILL:
             self._is_computed = isinstance(event, Answered)
-            self._release(Role.PREFILL)
+            self._reserved.release(Role.PREFILL)
         if isinstance(event, Opened):
             self._outcome.first_s, self._outcome.is_recomputed = now, bool(upstream.headers)
 
@@ -152,8 +140,3 @@ class Conversation:
             self._outcome.num_retries += 1
         elif command.what in (Counted.TURNED_AWAY, Counted.REFUSED):
             self._outcome.failure = str(command.what)
-
-    def _release(self, role: Role) -> None:
-        reservation = self._reserved.pop(role, None)
-        if reservation is not None:
-            reservation.release()

@@ -23,13 +23,12 @@ about one size would all end when the last one does, instead of one after the ot
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An open ticket. `work` copies when iterated and yields how many bytes; `remote_addresses` are the peer's regions
-    that it touches; `quantum_bytes` is what is left of its quantum."""
+    """An open ticket. `work` copies when iterated and yields how many bytes; `quantum_bytes` is what is left of its
+    quantum."""
 
     ticket: Ticket
     peer: str
     work: Iterator[int]
-    remote_addresses: frozenset[int]
     quantum_bytes: int = QUANTUM_BYTES
 
 
@@ -47,12 +46,11 @@ class CopyQueue:
         """Queue a copy in memory. Raises TransportError when a row leaves the regions of either side."""
         local, remote = posting.located()
         source, target = (remote, local) if posting.direction is Direction.READ else (local, remote)
-        work = copy_rows(source, target, posting.copies.length.view(np.int64))
-        return self.submit(posting.peer, work, frozenset(remote.starts[index] for index in remote.used_views))
+        return self.submit(posting.peer, copy_rows(source, target, posting.copies.length.view(np.int64)))
 
-    def submit(self, peer: str, work: Iterator[int], remote_addresses: frozenset[int] = frozenset()) -> Ticket:
+    def submit(self, peer: str, work: Iterator[int]) -> Ticket:
         """Queue any work. A TransportError that it raises ends its ticket."""
-        job = Job(Ticket(next(self._numbers)), peer, work, remote_addresses)
+        job = Job(Ticket(next(self._numbers)), peer, work)
         self._jobs.append(job)
         return job.ticket
 

@@ -18,7 +18,7 @@ from kvferry.transport.ucx.environment import user_variables
 from kvferry.transport.ucx.tls import RDMA
 
 ON_ONE_HOST: Final = frozenset(
-    {"memory", "shm", "cma", "posix", "sysv", "xpmem", "knem", "cuda_ipc", "rocm_ipc", "ze_ipc", *RDMA}
+    {"shm", "cma", "posix", "sysv", "xpmem", "knem", "cuda_ipc", "rocm_ipc", "ze_ipc", *RDMA}
 )
 VERBS: Final = {Direction.READ: "reading", Direction.WRITE: "writing"}
 

@@ -29,7 +29,6 @@ from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chu
 from kvferry.transport.tcp.connection import (
     CHALLENGE_BYTES,
     CHUNK_BYTES,
-    MAX_ROWS,
     REQUEST,
     Challenge,
     Connection,
@@ -310,8 +309,6 @@ def _memory_of(rows: LocatedRows, sizes: Offsets, skip: int) -> list[memoryview]
 
 
 def _receive_columns(connection: Connection, num_rows: int) -> tuple[Column, Column]:
-    if not 0 < num_rows <= MAX_ROWS:
-        raise WireError("invalid number of rows", found=str(num_rows))
     columns = np.empty((2, num_rows), "<u8")
     connection.receive_into(columns.data.cast("B"))
     native = columns.astype(np.uint64, copy=False)

@@ -63,11 +63,6 @@ class TcpTransport:
         self._stopped: list[PeerClient] = []
         self._open: dict[Ticket, PeerClient] = {}
 
-    @property
-    def num_rejected(self) -> int:
-        """Requests of peers that were malformed, unauthenticated or outside registered memory."""
-        return self._server.num_rejected
-
     def register(self, memory: Memory) -> None:
         """Raises TransportError when the memory overlaps registered memory."""
         self._registry.add(memory)

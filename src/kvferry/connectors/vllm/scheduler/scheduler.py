@@ -27,7 +27,7 @@ from kvferry.connectors.vllm.scheduler.readers import Readers, Turn
 from kvferry.connectors.vllm.scheduler.skipped_transfers import ALREADY_READ, STEP_UNDER_WAY, Declined
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.errors import RequestError, TransferError
-from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, to_params
+from kvferry.kv_transfer_params import Reach, from_params, to_params
 
 logger = logging.getLogger(__name__)
 
@@ -290,9 +290,4 @@ def _fetch(
         remote = from_params({**params, "do_remote_prefill": True}, reach)
     except TransferError as error:
         return FetchOrder(request_id, NOBODY, (), tables, ranges, is_waited_for, str(error))
-    return _order(request_id, remote, tables, ranges)
-
-
-def _order(request_id: str, remote: RemoteCache, tables: Tables, ranges: tuple[TokenRange, ...]) -> FetchOrder:
-    is_waited_for = any(len(tokens) for tokens in ranges)
     return FetchOrder(request_id, remote.reference, remote.addresses, tables, ranges, is_waited_for, "")

@@ -21,10 +21,10 @@ class MemoryFabric:
         self.lock = threading.RLock()
         self.members: dict[bytes, MemoryTransport] = {}
 
-    def withdraw(self, owner: bytes, addresses: frozenset[int], error: str) -> None:
-        """End all tickets that touch these regions of `owner`, wherever they were posted. Call with the lock held."""
+    def withdraw(self, owner: bytes, error: str) -> None:
+        """End all tickets that touch memory of `owner`, wherever they were posted. Call with the lock held."""
         for member in self.members.values():
-            member.forget_pieces(owner, addresses, error)
+            member.forget(owner, error)
 
 
 class MemoryTransport:
@@ -52,7 +52,7 @@ class MemoryTransport:
         """Tickets of peers that touch it end with an error. Raises TransportError when it is not registered."""
         with self._fabric.lock:
             self._registry.remove(memory)
-            self._fabric.withdraw(self._token, frozenset([memory.address]), "the peer unregistered this memory")
+            self._fabric.withdraw(self._token, "the peer unregistered memory")
 
     def descriptor(self) -> bytes:
         return self._token
@@ -100,14 +100,12 @@ class MemoryTransport:
     def close(self) -> None:
         with self._fabric.lock:
             self._queue.drop(lambda job: True, "this transport was closed")
-            self._fabric.withdraw(
-                self._token, frozenset(self._registry.regions.address.tolist()), "the peer closed its transport"
-            )
+            self._fabric.withdraw(self._token, "the peer closed its transport")
             self._fabric.members.pop(self._token, None)
             self._registry.clear()
             self._peers.clear()
 
-    def forget_pieces(self, owner: bytes, addresses: frozenset[int], error: str) -> None:
-        """The fabric says that these regions of `owner` are gone. Called with the fabric's lock held."""
+    def forget(self, owner: bytes, error: str) -> None:
+        """The fabric says that memory of `owner` is gone. Called with the fabric's lock held."""
         peers = {peer for peer, token in self._peers.items() if token == owner}
-        self._queue.drop(lambda job: job.peer in peers and not job.remote_addresses.isdisjoint(addresses), error)
+        self._queue.drop(lambda job: job.peer in peers, error)
