@@ -236,8 +236,34 @@ async def test_a_client_that_leaves_mid_stream_frees_the_decode_engine():
         assert await idle(c)
 
 
-async def idle(c) -> bool:
-    """Whether the router counts the request as left by its client and nothing as in flight.
+LAST = {
+    "/v1/completions": b"data: [DONE]\n\n",
+    "/v1/chat/completions": b"data: [DONE]\n\n",
+    "/v1/responses": b'event: response.completed\ndata: {"type": "response.completed"}\n\n',
+    "/v1/messages": b'event: message_stop\ndata: {"type": "message_stop"}\n\n',
+}
+
+
+@pytest.mark.parametrize("path", LAST)
+async def test_a_client_that_has_all_and_does_not_wait_for_the_end_was_served(path):
+    """As Codex does."""
+    d = decode_engine("d0", stalling(ONE + LAST[path]))
+    asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    asked = {"input": "a"} if path == "/v1/responses" else asked
+    async with cluster([], [d]) as c:
+        body = {"model": "tiny", "stream": True, "max_tokens": 9, **asked}
+        async with c.session.post(c.url + path, json=body) as response:
+            found = b""
+            while LAST[path] not in found:
+                found += await response.content.readany()
+            response.close()
+        await d.left.wait()
+        assert await idle(c, status=200)
+        assert 'status="499"' not in await c.metrics()
+
+
+async def idle(c, status=499) -> bool:
+    """Whether the router counts the request as answered so (left by its client) and nothing as in flight.
 
     The engine sees the end a moment before the router has put everything away, so one more request on another
     connection is not enough to wait for: the in-flight gauge is read until it is zero.
@@ -245,7 +271,7 @@ async def idle(c) -> bool:
     while True:
         lines = (await c.metrics()).splitlines()
         loads = [line for line in lines if line.startswith("kvferry_router_in_flight_requests{")]
-        left = [line for line in lines if 'status="499"' in line and "_total" in line]
+        left = [line for line in lines if f'status="{status}"' in line and "_total" in line]
         if left and all(line.endswith(" 0.0") for line in loads):
             return True
 

@@ -46,7 +46,8 @@ class AnswerFormat:
     escaped. `told` is where the figure is: without it there is none. `read` takes it out of a usage; `write` gives the
     usage with another one, or without one where that is None. `is_final` says whether an event with a usage is the one
     that has no token. An event may be as long as `max_event_bytes`. Events with the names of `opening` say only that an
-    answer has begun, those of `failing` that there will be none.
+    answer has begun, those of `failing` that there will be none, and a line of `ending` is the last of a stream that a
+    client needs.
     """
 
     mark: bytes
@@ -57,6 +58,11 @@ class AnswerFormat:
     max_event_bytes: int = MAX_EVENT_BYTES
     opening: tuple[bytes, ...] = ()
     failing: tuple[bytes, ...] = ()
+    ending: tuple[bytes, ...] = (b"data: [DONE]\n",)
+
+    def ends_in(self, events: bytes) -> bool:
+        """Whether a client that has these bytes may leave."""
+        return events.startswith(self.ending) or any(b"\n" + line in events for line in self.ending)
 
     def opening_bytes(self, events: bytes) -> int:
         """How many of these bytes are events that say only that an answer has begun, or may become such events."""
@@ -168,6 +174,7 @@ RESPONSES = replace(
     max_event_bytes=8 << 20,
     opening=OPENING_EVENTS,
     failing=(b"event: response.failed\n", b"event: error\n"),
+    ending=(b"event: response.completed\n", b"event: response.incomplete\n"),
 )
 MESSAGES = AnswerFormat(
     mark=b'"input_tokens"',
@@ -175,6 +182,7 @@ MESSAGES = AnswerFormat(
     read=lambda usage: usage.get(CACHE_READ),
     write=_beside_cached,
     is_final=lambda found: bytes(found.type) == b'"message_delta"',
+    ending=(b"event: message_stop\n",),
 )
 ANSWER_FORMATS: Mapping[Endpoint, AnswerFormat] = {
     Endpoint.COMPLETIONS: CHAT,

@@ -17,7 +17,8 @@ OnTokens = Callable[[bytes, float], None]
 
 
 class Relay:
-    """`run` once; its event is the end of the answer. `outcomes` hears that end before the client does."""
+    """`run` once; its event is the end of the answer. `outcomes` hears that end before the client does. A client that
+    leaves when it `is_complete` has all that it needs: some do not wait for the end of a stream."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class Relay:
         self._usage = usage
         self._format = answer_format
         self._on_tokens = on_tokens
+        self.is_complete = False
 
     async def run(self, headers: Headers, max_kept_bytes: int) -> Event:
         """An answer that is not streamed has its usage at its end: it is kept here until then if it is short enough."""
@@ -96,6 +98,7 @@ class Relay:
             self._on_tokens(piece, time.monotonic())
             if events is not None:
                 piece = await self._with_usage(events.feed(piece))
+            self.is_complete = self.is_complete or self._format.ends_in(piece)
             if self._request.is_over:
                 await self._client.finish(piece + events.rest() if events is not None else piece)
                 return Ended()
