@@ -387,10 +387,17 @@ def test_a_peer_may_be_tested_after_many_others(target):
     assert Disconnect(PEER) in target.handle(Tick(), patience_s + 0.3)
 
 
+def test_tests_that_do_not_end_are_said_to_be_tests(target):
+    play(target, HANDSHAKE[:3])
+    patience_s = TIMING.handshake_s + TIMING.transfer_s
+    assert "tests of the transports" in str(failure(target.handle(Tick(), patience_s + 0.3)))
+
+
 def test_a_handshake_has_a_deadline(target):
     target.handle(WANTED, 0.0)
     commands = target.handle(Tick(), 5.0)
     assert failure(commands).reason == "deadline"
+    assert "no handshake with" in str(failure(commands))
     assert BlocksReleased("q1") in commands
     play(target, [(6.0, replace(WANTED, request_id="q2"), [HELLO])])
 

@@ -65,7 +65,7 @@ class Lookups:
         for key, lookup in list(self._open.items()):
             if now >= lookup.deadline:
                 what = f"nobody at {key.address} has said who it is within {self._timing.handshake_s:g} s"
-                hint = "is that engine running, and do both engines have the same token?"
+                hint = "is that engine running, or overloaded?"
                 yield from self._fail(key, TransferError(Reason.DEADLINE, what, hint=hint))
             elif now - lookup.last_sent >= self._timing.resend_s:
                 lookup.last_sent = now

@@ -209,13 +209,19 @@ class Handshakes:
         if now >= peer.deadline and peer.machine.allows("refused"):
             yield from self.not_reached(peer, Reason.DEADLINE)
         elif now >= peer.deadline:
-            what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
-            hint = "is that engine running, and do both engines have the same --token-file?"
-            yield PeerLost(peer.key, TransferError(Reason.DEADLINE, what, hint=hint))
+            yield PeerLost(peer.key, self._too_late(peer))
         elif now - peer.last_sent >= self._timing.resend_s:
             peer.last_sent = now
             yield from self._ask(peer)
             yield CheckLiveness(peer.key)
+
+    def _too_late(self, peer: Peer) -> TransferError:
+        if peer.machine.state is PeerState.CONNECTING and peer.direction is Direction.READ:
+            limit_s = self._timing.handshake_s + self._timing.transfer_s
+            what = f"our tests of the transports to {peer.key} have not ended within {limit_s:g} s"
+            return TransferError(Reason.DEADLINE, what, hint="is one of the two hosts overloaded?")
+        what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
+        return TransferError(Reason.DEADLINE, what, hint="is that engine running, or overloaded?")
 
     def _ask(self, peer: Peer) -> Iterator[Send]:
         """The question of the present state; none while we connect."""
