@@ -33,6 +33,7 @@ SOURCES = describe(MODEL, EngineShape(2, 1, 4, 32, "token-major"), 1 << 20)
 TARGETS = describe(MODEL, EngineShape(1, 1, 8, 16, "head-major"), 1 << 40)
 NUM_BLOCKS, SLOT_BYTES = 16, 256
 US = m.Party("d0", "e9", 0)
+OF_ADDRESSES = (e.PeerGone, e.HostSilent, e.HandshakeRefused)
 ADDRESSES = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
 TIMING = Timing(heartbeat_s=1.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, idle_peer_s=60.0, hold_s=30.0)
 WAYS = [
@@ -213,7 +214,7 @@ class Hostile:
 
     def go(self) -> None:
         peer = k.PeerKey(self.random.choice(ADDRESSES), "p0", self.random.choice(("e1", "e2")))
-        self._engine.feed(self.random.choice((e.PeerGone(peer), e.HostSilent(peer), e.PeerUnreachable(peer, "no"))))
+        self._engine.feed(self.random.choice([*(kind(peer) for kind in OF_ADDRESSES), e.PeerUnreachable(peer, "no")]))
 
 
 def play(seed: int) -> Counter[str]:
