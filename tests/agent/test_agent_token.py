@@ -55,7 +55,8 @@ def test_a_claim_is_valid_between_holders_of_one_token(with_token):
 
 @pytest.mark.parametrize("tokens", [(OURS, THEIRS), (OURS, NO_TOKEN), (NO_TOKEN, OURS)], ids=["other", "none", "extra"])
 def test_without_the_same_token_there_is_a_typed_failure_with_a_hint(with_token, tokens):
-    source, target = (with_token(name, token) for name, token in zip(("p0", "d0"), tokens, strict=True))
+    timing = Timing(resend_s=0.5)
+    source, target = (with_token(name, token, timing=timing) for name, token in zip(("p0", "d0"), tokens, strict=True))
     target.agent.fetch(target.wanted(source, leased(source), TABLES, 0))
     error = target.next_notice(FetchFailed).error
     assert error.reason == "unreachable"

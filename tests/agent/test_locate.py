@@ -65,12 +65,13 @@ async def test_of_a_server_with_data_parallelism_that_engine_is_found_which_a_nu
     assert found == ["prefill-0", "prefill-1", "prefill-1"]
 
 
-async def located_at(held, memory):
-    async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
-        await decode.locate(f"tcp://127.0.0.1:{held.getsockname()[1]}")
+async def located_at(held, memory, handshake_s=30.0):
+    config = replace(config_of("decode"), timing=kvferry.Timing(handshake_s=handshake_s, resend_s=0.1))
+    async with kvferry.AsyncAgent(config, cache_of(memory), print) as decode:
+        await decode.locate("tcp://{}:{}".format(*held.getsockname()))
 
 
-async def test_where_nobody_listens_that_is_said_at_once(memory):
+async def test_where_nobody_listens_that_is_said_after_some_seconds(memory):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         with pytest.raises(TransferError, match=r"nothing listens at tcp://127.0.0.1:\d+; hint: has that engine"):
@@ -79,17 +80,17 @@ async def test_where_nobody_listens_that_is_said_at_once(memory):
 
 async def test_where_nobody_says_anything_that_is_said_in_time(memory):
     with socket.create_server(("127.0.0.1", 0)) as held, pytest.raises(TransferError, match="has said who it is"):
-        await located_at(held, memory)
+        await located_at(held, memory, handshake_s=1.0)
 
 
 async def test_another_program_at_the_address_is_told_from_an_engine(memory):
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        failing = asyncio.ensure_future(located_at(held, memory))
-        met, _ = await asyncio.to_thread(held.accept)
-        with met:
-            met.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+    async def answer(reader, writer):
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         with pytest.raises(TransferError, match=r"has ended the handshake.*the port of an engine's control channel"):
-            await failing
+            await located_at(server.sockets[0], memory)
 
 
 async def test_an_agent_that_stops_says_so_to_who_waits(memory):

@@ -44,8 +44,16 @@ def test_the_first_line_is_used_and_the_others_are_accepted(token_file, end):
 
 @pytest.mark.parametrize("strange", [b"\0", b"\x7f", b"\xff"])
 def test_a_line_break_among_random_bytes_is_one_of_them(token_file, strange):
-    contents = TOKEN + b"\n" + strange + OTHER
+    contents = TOKEN[:20] + b"\n" + strange + OTHER
     assert read_token(token_file(contents)) == SharedToken(contents)
+
+
+def test_a_token_of_text_beside_one_of_any_bytes_is_refused(token_file):
+    """Together they would be one token that nobody else has."""
+    random = bytes(range(128, 168))
+    for contents in (random + b"\n" + TOKEN, TOKEN + b"\n" + random):
+        with pytest.raises(ConfigurationError, match=r"text and other bytes.*cannot be changed"):
+            read_token(token_file(contents))
 
 
 def test_each_of_several_tokens_is_checked(token_file):

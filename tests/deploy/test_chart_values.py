@@ -193,6 +193,8 @@ REFUSED = {
     ),
     "a short token": ({**MODEL, "token": {"value": "a" * 8}}, "8 bytes", f"{MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}"),
     "a repeated token": ({**MODEL, "token": {"value": "abc" * 20}}, "60 bytes, 3 of them different", "random bytes"),
+    "a second token that is short": ({**MODEL, "token": {"value": f"{TOKEN}\n{'a' * 8}"}}, "8 bytes", "random bytes"),
+    "many tokens": ({**MODEL, "token": {"value": "\n".join([TOKEN] * 5)}}, "5 lines", "at most 4"),
     "two tokens": ({**MODEL, "token": {"value": TOKEN, "existingSecret": "mine"}}, "token.value", "one of them"),
     "a role": ({**MODEL, "prefill": {"extraArgs": ["--role=prefill"]}}, "--role", "none of"),
     "a key on the command line": ({**MODEL, "router": {"extraArgs": ["--api-key", "k"]}}, "--api-key", "none of"),

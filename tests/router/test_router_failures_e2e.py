@@ -10,6 +10,7 @@ import openai
 import pytest
 from aiohttp import web
 from router_harness import (
+    DONE,
     ONE,
     STREAM,
     breaking,
@@ -234,6 +235,19 @@ async def test_a_client_that_leaves_mid_stream_frees_the_decode_engine():
             response.close()
         await d.left.wait()
         assert await idle(c)
+
+
+async def test_an_engine_that_breaks_off_after_the_last_event_has_served():
+    delivered = asyncio.Event()
+    d = decode_engine("d0", breaking(ONE + DONE, delivered))
+    async with cluster([], [d]) as c:
+        async with c.session.post(c.url + "/v1/completions", json=STREAM) as response:
+            assert await response.content.readexactly(len(ONE + DONE)) == ONE + DONE
+            delivered.set()
+            assert await response.content.read() == b""
+        assert await idle(c, status=200)
+        assert 'status="502"' not in await c.metrics()
+        assert await c.metric(f'{ERRORS}{{reason="reset",role="decode"}}') == 0
 
 
 LAST = {

@@ -74,10 +74,17 @@ def test_whoever_is_there_says_who_it_is(target, num_ranks, addresses, found):
     [(PeerGone, "peer_lost"), (HostSilent, "unreachable"), (HandshakeRefused, "unreachable")],
 )
 def test_where_nobody_will_answer_that_is_not_waited_for(target, event, reason):
-    play(target, [(0.0, REQUEST, [ASK]), (0.6, Tick(), [ASK, CheckLiveness(NOBODY)])])
-    _, failed = play(target, [(0.7, event(NOBODY), [Disconnect(NOBODY), LocateFailed])])
+    play(target, [(0.0, REQUEST, [ASK]), (3.1, Tick(), [ASK, CheckLiveness(NOBODY)])])
+    _, failed = play(target, [(3.2, event(NOBODY), [Disconnect(NOBODY), LocateFailed])])
     assert failed.error.reason == reason
-    play(target, [(0.8, event(NOBODY), []), (9.0, Tick(), [])])
+    play(target, [(3.3, event(NOBODY), []), (9.0, Tick(), [])])
+
+
+def test_an_engine_that_does_not_listen_yet_has_some_seconds_to_start(target):
+    """Of a server with data parallelism one may be later than another that has said where it will be."""
+    play(target, [(0.0, REQUEST, [ASK]), (1.1, PeerGone(NOBODY), []), (2.9, PeerGone(NOBODY), [])])
+    engine = RemoteEngine(THEM.engine_id, THEM.epoch, (ADDRESS,))
+    play(target, [(3.0, answer(welcome(1, ())), [Disconnect(NOBODY), Located(ADDRESS, engine)])])
 
 
 def above(number):

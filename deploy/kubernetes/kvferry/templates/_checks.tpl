@@ -77,8 +77,11 @@
 {{- if and $token.existingSecret $token.value -}}
 {{- include "kvferry.refuse" (dict "what" "two tokens" "found" "token.existingSecret and token.value" "expected" "one of them, or none") -}}
 {{- end -}}
-{{- $value := trim $token.value -}}
-{{- if $token.value -}}
+{{- $tokens := without (regexSplit "\\s*\n\\s*" (trim $token.value) -1) "" -}}
+{{- if gt (len $tokens) 4 -}}
+{{- include "kvferry.refuse" (dict "what" "too many tokens in token.value" "found" (printf "%d lines" (len $tokens)) "expected" "at most 4, one in each line") -}}
+{{- end -}}
+{{- range $value := $tokens -}}
 {{- $different := splitList "" $value | uniq | len -}}
 {{- if or (lt (len $value) 32) (gt (len $value) 4096) (lt $different 8) -}}
 {{- include "kvferry.refuse" (dict "what" "token.value could be guessed" "found" (printf "%d bytes, %d of them different" (len $value) $different) "expected" "32 to 4096 random bytes, such as those of: openssl rand -hex 32") -}}

@@ -20,7 +20,7 @@ from kvferry.agent.control.curve import Admission, secure_listening
 from kvferry.agent.control.poller import Poller
 from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
 from kvferry.agent.control.sockets import open_socket, received, send_now
-from kvferry.agent.control.source_connections import MAX_SOURCES, SourceConnections
+from kvferry.agent.control.source_connections import MAX_SOURCES, MAX_WATCHED, SourceConnections
 from kvferry.agent.control.time_slice import short_slices
 from kvferry.errors import ConfigurationError
 from kvferry.session.keys import PeerKey
@@ -62,8 +62,7 @@ class ControlChannel:
                 else "choose another --transfer-port, or 0 for any free one",
             ) from error
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # Each source has one, and a monitor until its handshake has succeeded.
-        self._context.set(zmq.MAX_SOCKETS, 2 * MAX_SOURCES + OTHER_SOCKETS)
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOURCES + 2 * MAX_WATCHED + OTHER_SOCKETS)
         self._poller = Poller()
         self._sources = SourceConnections(self._context, self._poller, token)
         # Also where nobody closes it: a context that is collected before its sockets waits for them for ever.
@@ -104,8 +103,8 @@ class ControlChannel:
         self._sources.forget(peer)
 
     def refused_by(self) -> list[PeerKey]:
-        """The sources that have ended our handshake since the last call: they do not hold our token, or are no agents.
-        The next message to one connects anew."""
+        """The sources of which it has turned out since the last call that they end every handshake: they do not hold
+        our token, or are no agents. The next message to one connects anew."""
         return self._sources.refused_by()
 
     def receive(self, wait_s: float) -> list[ReceivedFrame]:

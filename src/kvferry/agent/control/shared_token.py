@@ -82,9 +82,18 @@ def read_token(path: str) -> SharedToken:
         ) from error
     if not contents:
         raise ConfigurationError("the token file is empty", found=path, hint=MAKE_ONE)
-    # A line break among random bytes is one of them.
-    is_text = all(0x20 <= byte < 0x7F or byte in b"\t\r\n" for byte in contents)
-    used, *accepted = (line.strip() for line in contents.splitlines() if line.strip()) if is_text else (contents,)
+    lines = [line.strip() for line in contents.splitlines() if line.strip()]
+    if not _is_text(contents):
+        # A line break among random bytes is one of them, but a line of them is not text.
+        if any(_is_text(line) and len(line) >= MIN_TOKEN_BYTES for line in lines):
+            raise ConfigurationError(
+                "the token file holds text and other bytes",
+                found=path,
+                expected="one token in each line of text, or one token of any bytes",
+                hint="a token that is not text cannot be changed while a fleet serves",
+            )
+        lines = [contents]
+    used, *accepted = lines
     if len(accepted) >= MAX_TOKENS:
         raise ConfigurationError(
             "the token file holds too many tokens",
@@ -93,6 +102,10 @@ def read_token(path: str) -> SharedToken:
             hint="the first is used and the others are accepted; write a long token into one line",
         )
     return SharedToken(used, tuple(accepted))
+
+
+def _is_text(contents: bytes) -> bool:
+    return all(0x20 <= byte < 0x7F or byte in b"\t\r\n" for byte in contents)
 
 
 def _contents(path: str) -> bytes:

@@ -1,13 +1,13 @@
 """Connections to the sources that this agent fetches from: one ZeroMQ socket for each.
 
-ZeroMQ connects again and again, also to somebody who ends every handshake. Who does that uses another token, or is no
-agent at all: no answer will ever come. So each connection is watched until its handshake has succeeded, and where it
-does not, it begins anew with the next token that is accepted.
+ZeroMQ connects again and again, also to somebody who ends every handshake. Who goes on doing that uses another token,
+or is no agent at all: no answer will ever come. So a connection is watched until its handshake has succeeded. Where the
+other side ends it at once, it begins anew with the next token that is accepted. When all were refused, the next message
+to the peer begins once more, since what is in between may just be starting, until it has been refused for some seconds.
 """
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,29 +32,28 @@ from kvferry.session.keys import PeerKey
 from kvferry.wire.codec import MAX_FRAME_BYTES
 
 MAX_SOURCES = 4096
+# A monitor takes two sockets more: its own and ours. Beyond this number, connections are not watched.
+MAX_WATCHED = 256
 # After these ZeroMQ does not connect again.
 FINAL: Final = (int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
-EVENTS: Final = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED | sum(FINAL)
-)
-# How a connection ends that the other side ends. Otherwise its handshake has taken too long.
-ENDED_BY_PEER: Final = (errno.EPIPE, errno.ECONNRESET)
+EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(FINAL)
 # A busy or suspended peer lets a handshake end by its time limit, of which both sides have the same.
 AT_ONCE_S = HANDSHAKE_MS / 2000
+# Whoever has refused us for so long will go on. A proxy does so while the agent behind it starts.
+REFUSED_S = 3.0
 
 
 @dataclass(slots=True)
 class _Connection:
-    """`monitor` is there until the handshake has succeeded; the present attempt has begun at `began`. `tokens` are
-    those that were not tried yet, for which `frames` are kept."""
+    """`monitor` is there until the handshake has succeeded. This attempt has begun at `began`, with the first of
+    `tokens`; the others were not tried yet, and `frames` are kept for them."""
 
     peer: PeerKey
     socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes] | None
     began: float
     tokens: tuple[SharedToken, ...]
+    monitor: zmq.Socket[bytes] | None = None
     frames: list[bytes] = field(default_factory=list)
-    is_timed_out: bool = False
 
 
 class SourceConnections:
@@ -74,6 +73,8 @@ class SourceConnections:
         self._by_peer: dict[PeerKey, _Connection] = {}
         # By its socket and by its monitor.
         self._by_socket: dict[zmq.Socket[bytes], _Connection] = {}
+        # Since when a peer has refused all tokens.
+        self._refused_since: dict[PeerKey, float] = {}
         self._refused_by: list[PeerKey] = []
 
     def send(self, peer: PeerKey, frame: bytes) -> bool:
@@ -83,7 +84,7 @@ class SourceConnections:
             if is_full or not is_connectable(peer.address, self._token) or not self._connect(peer, self._token.each):
                 return False
         connection = self._by_peer[peer]
-        if connection.tokens and len(connection.frames) < MAX_QUEUED:
+        if connection.monitor is not None and len(connection.frames) < MAX_QUEUED:
             connection.frames.append(frame)
         return send_now(connection.socket, self._poller, [frame])
 
@@ -94,64 +95,79 @@ class SourceConnections:
             if (connection := self._by_socket.get(socket)) is None:
                 continue
             if socket is connection.monitor:
-                self._watch(connection)
+                self._watch(connection, socket)
             else:
                 yield from ((connection.peer, parts[0] if len(parts) == 1 else b"") for parts in received(socket))
 
     def refused_by(self) -> list[PeerKey]:
-        """Whoever has ended our handshake since the last call. It is not connected to any more."""
+        """Whoever has ended all our handshakes for some seconds. It is not connected to any more."""
         found, self._refused_by = self._refused_by, []
         return found
 
     def forget(self, peer: PeerKey) -> None:
         """Close the connection to a source; unknown ones are fine."""
-        if connection := self._by_peer.pop(peer, None):
-            self._close_monitor(connection)
-            self._close(connection.socket)
+        self._refused_since.pop(peer, None)
+        self._refused_by = [each for each in self._refused_by if each != peer]
+        self._drop(peer)
 
     def _connect(self, peer: PeerKey, tokens: tuple[SharedToken, ...]) -> bool:
         """Begin with the first of these tokens. False where there are too many sockets, or the address is invalid: no
         answer will come before the deadline of the session."""
+        is_watched = len(self._by_socket) - len(self._by_peer) < MAX_WATCHED
+        if not is_watched and len(tokens) > 1:
+            return False
         try:
             socket = open_socket(self._context, self._poller, zmq.DEALER, MAX_FRAME_BYTES)
-            connection = _Connection(peer, socket, None, self._clock(), tokens[1:])
+            connection = _Connection(peer, socket, self._clock(), tokens)
             self._by_peer[peer] = self._by_socket[socket] = connection
-            connection.monitor = monitor(socket, EVENTS)
-            self._by_socket[connection.monitor] = connection
-            self._poller.register(connection.monitor)
+            if is_watched:
+                connection.monitor = monitor(socket, EVENTS)
+                self._by_socket[connection.monitor] = connection
+                self._poller.register(connection.monitor)
             socket.setsockopt(zmq.IPV6, int("[" in peer.address))
             if tokens:
                 secure_connecting(socket, tokens[0])
             socket.connect(peer.address)
         except (zmq.ZMQError, OSError):
-            self.forget(peer)
+            self._drop(peer)
             return False
         return True
 
-    def _watch(self, connection: _Connection) -> None:
-        """A handshake that the other side ends at once would end in the same way each time."""
-        for event, error in monitored(connection.monitor) if connection.monitor else ():
-            is_at_once = self._clock() - connection.began < AT_ONCE_S
+    def _watch(self, connection: _Connection, reading: zmq.Socket[bytes]) -> None:
+        """Each attempt has a socket of its own, so that it is known how long it has taken at most."""
+        for event, _ in monitored(reading):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                connection.tokens, connection.frames = (), []
+                self._refused_since.pop(connection.peer, None)
+                connection.frames.clear()
                 self._close_monitor(connection)
-                return
-            if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                connection.is_timed_out = error not in ENDED_BY_PEER
-            elif event in FINAL or (is_at_once and not connection.is_timed_out):
-                self._begin_anew(connection)
-                return
+            elif event in FINAL or self._clock() - connection.began < AT_ONCE_S:
+                self._refused(connection)
             else:
-                connection.began, connection.is_timed_out = self._clock(), False
+                self._begin_anew(connection, connection.tokens)
+            return
 
-    def _begin_anew(self, connection: _Connection) -> None:
-        """With the next token, if there is one; what was said is said again."""
-        self.forget(connection.peer)
-        if not connection.tokens:
-            self._refused_by.append(connection.peer)
-        elif self._connect(connection.peer, connection.tokens):
+    def _refused(self, connection: _Connection) -> None:
+        peer, others = connection.peer, connection.tokens[1:]
+        if others:
+            self._begin_anew(connection, others)
+            return
+        self._drop(peer)
+        now = self._clock()
+        if now - self._refused_since.setdefault(peer, now) >= REFUSED_S:
+            del self._refused_since[peer]
+            self._refused_by.append(peer)
+
+    def _begin_anew(self, connection: _Connection, tokens: tuple[SharedToken, ...]) -> None:
+        """What was said is said again."""
+        self._drop(connection.peer)
+        if self._connect(connection.peer, tokens):
             for frame in connection.frames:
                 self.send(connection.peer, frame)
+
+    def _drop(self, peer: PeerKey) -> None:
+        if connection := self._by_peer.pop(peer, None):
+            self._close_monitor(connection)
+            self._close(connection.socket)
 
     def _close_monitor(self, connection: _Connection) -> None:
         if connection.monitor is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -114,9 +115,17 @@ def setting_facts(chosen: Environment | None, system: SystemFacts, token_file: s
         yield Fact("settings", f"{name}={value}", "set by you", "environment")
     yield Fact("settings", "cache folder", str(environment.cache_directory()), environment.cache_origin())
     if token_file:
-        yield Fact("settings", "token file", token_file, environment.token_origin(token_file))
+        yield Fact("settings", "token file", _tokens_in(token_file), environment.token_origin(token_file))
     else:
         yield Fact("settings", "token file", "none: engines accept peers on this host only", "default")
+
+
+def _tokens_in(path: str) -> str:
+    """The file, and how many tokens it holds if there are several. What is wrong with it is a finding."""
+    with suppress(FerryError):
+        if others := read_token(path).accepted:
+            return f"{path}: the first token is used, {len(others)} more accepted"
+    return path
 
 
 def machine_findings(system: SystemFacts, token_file: str) -> Iterator[Finding]:

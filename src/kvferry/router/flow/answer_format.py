@@ -6,6 +6,7 @@ A decode engine counts what was transferred to it as cached; a client wants to k
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,10 @@ INPUT, CACHE_READ = "input_tokens", "cache_read_input_tokens"
 MAX_EVENT_BYTES = 1 << 16
 UNKNOWN = None
 END_OF_EVENT = b"\n\n"
+# Of the blank line, whichever ends of lines a server has; what follows it is of no interest any more.
+END_OF_STREAM = re.compile(rb"\n\r?\n")
+# Longer than the line with which any last event begins.
+MAX_LINE_BYTES = 64
 
 
 class UsageHolder(msgspec.Struct):
@@ -46,8 +51,8 @@ class AnswerFormat:
     escaped. `told` is where the figure is: without it there is none. `read` takes it out of a usage; `write` gives the
     usage with another one, or without one where that is None. `is_final` says whether an event with a usage is the one
     that has no token. An event may be as long as `max_event_bytes`. Events with the names of `opening` say only that an
-    answer has begun, those of `failing` that there will be none, and a line of `ending` is the last of a stream that a
-    client needs.
+    answer has begun, those of `failing` that there will be none, and one whose first line is like `ending` is the last
+    that a client of a stream needs.
     """
 
     mark: bytes
@@ -58,11 +63,7 @@ class AnswerFormat:
     max_event_bytes: int = MAX_EVENT_BYTES
     opening: tuple[bytes, ...] = ()
     failing: tuple[bytes, ...] = ()
-    ending: tuple[bytes, ...] = (b"data: [DONE]\n",)
-
-    def ends_in(self, events: bytes) -> bool:
-        """Whether a client that has these bytes may leave."""
-        return events.startswith(self.ending) or any(b"\n" + line in events for line in self.ending)
+    ending: re.Pattern[bytes] = re.compile(rb"\ndata: ?\[DONE\]\r?\n")
 
     def opening_bytes(self, events: bytes) -> int:
         """How many of these bytes are events that say only that an answer has begun, or may become such events."""
@@ -174,7 +175,7 @@ RESPONSES = replace(
     max_event_bytes=8 << 20,
     opening=OPENING_EVENTS,
     failing=(b"event: response.failed\n", b"event: error\n"),
-    ending=(b"event: response.completed\n", b"event: response.incomplete\n"),
+    ending=re.compile(rb"\nevent: ?(?:response\.(?:completed|incomplete|failed)|error)\r?\n"),
 )
 MESSAGES = AnswerFormat(
     mark=b'"input_tokens"',
@@ -182,7 +183,7 @@ MESSAGES = AnswerFormat(
     read=lambda usage: usage.get(CACHE_READ),
     write=_beside_cached,
     is_final=lambda found: bytes(found.type) == b'"message_delta"',
-    ending=(b"event: message_stop\n",),
+    ending=re.compile(rb"\nevent: ?(?:message_stop|error)\r?\n"),
 )
 ANSWER_FORMATS: Mapping[Endpoint, AnswerFormat] = {
     Endpoint.COMPLETIONS: CHAT,
@@ -190,6 +191,23 @@ ANSWER_FORMATS: Mapping[Endpoint, AnswerFormat] = {
     Endpoint.RESPONSES: RESPONSES,
     Endpoint.MESSAGES: MESSAGES,
 }
+
+
+class StreamEnd:
+    """Whether a client has all of one stream, as far as it knows: bytes go in as it gets them."""
+
+    def __init__(self, answer_format: AnswerFormat) -> None:
+        self._last_event, self._has_begun = answer_format.ending, False
+        self._tail = b"\n"
+
+    def feed(self, piece: bytes) -> bool:
+        """Whether the last event has come whole."""
+        data = self._tail + piece
+        if not self._has_begun and (found := self._last_event.search(data)):
+            # Its first line ends with what the blank line behind the event may begin with.
+            self._has_begun, data = True, data[found.end() - 1 :]
+        self._tail = data[-MAX_LINE_BYTES:]
+        return self._has_begun and END_OF_STREAM.search(data) is not None
 
 
 class UsageEvents:

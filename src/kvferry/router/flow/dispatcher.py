@@ -140,10 +140,7 @@ class Dispatcher:
         on_tokens = partial(self.timing.piece, observe=observe, progress=request.reservation.progress)
         relay = Relay(request, self._client, self._outcomes, self._usage, self._format, on_tokens)
         work = partial(relay.run, headers, self._services.config.max_answer_bytes)
-        event = await self._client.unless_left(work, 0.0)
-        if event is None and relay.is_complete:
-            self._outcomes.hears(event := Ended(), [], 0.0)
-        event = event or ClientGone()
+        event = await self._client.unless_left(work, 0.0) or relay.left()
         request.trace.ended(outcome_of(event))
         return event
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvferry.router.events import Ended, Event, Failed
-from kvferry.router.flow.answer_format import AnswerFormat, UsageEvents
+from kvferry.router.events import ClientGone, Ended, Event, Failed
+from kvferry.router.flow.answer_format import AnswerFormat, StreamEnd, UsageEvents
 from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder
@@ -18,7 +18,7 @@ OnTokens = Callable[[bytes, float], None]
 
 class Relay:
     """`run` once; its event is the end of the answer. `outcomes` hears that end before the client does. A client that
-    leaves when it `is_complete` has all that it needs: some do not wait for the end of a stream."""
+    leaves when it has the last event has all that it needs: some do not wait for the end of a stream."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Relay:
         self._usage = usage
         self._format = answer_format
         self._on_tokens = on_tokens
-        self.is_complete = False
+        self._is_complete, self._is_told = False, False
 
     async def run(self, headers: Headers, max_kept_bytes: int) -> Event:
         """An answer that is not streamed has its usage at its end: it is kept here until then if it is short enough."""
@@ -49,10 +49,22 @@ class Relay:
     async def _piece(self) -> bytes | Failed:
         piece = await self._request.piece()
         if isinstance(piece, Failed):
-            self._outcomes.hears(piece, [], 0.0)
+            self._tell(Ended() if self._is_complete else piece)
         elif self._request.is_over:
-            self._outcomes.hears(Ended(), [], 0.0)
+            self._tell(Ended())
         return piece
+
+    def _tell(self, event: Event) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._outcomes.hears(event, [], 0.0)
+
+    def left(self) -> Event:
+        """The client has left: what becomes of its answer."""
+        if not self._is_complete:
+            return ClientGone()
+        self._tell(Ended())
+        return Ended()
 
     async def _pass_on_whole(self, headers: Headers, max_kept_bytes: int) -> Event:
         found = bytearray()
@@ -89,8 +101,12 @@ class Relay:
 
     async def _pass_on_events(self) -> Event:
         events = UsageEvents(self._format.max_event_bytes) if self._outcomes.has_arrived else None
+        end = StreamEnd(self._format)
         while True:
             piece = await self._piece()
+            if isinstance(piece, Failed) and self._is_complete:
+                await self._client.finish(b"")
+                return Ended()
             if isinstance(piece, Failed):
                 if events is not None and (rest := events.rest()):
                     await self._client.pass_on(rest)
@@ -98,12 +114,12 @@ class Relay:
             self._on_tokens(piece, time.monotonic())
             if events is not None:
                 piece = await self._with_usage(events.feed(piece))
-            self.is_complete = self.is_complete or self._format.ends_in(piece)
             if self._request.is_over:
                 await self._client.finish(piece + events.rest() if events is not None else piece)
                 return Ended()
             if piece:
                 await self._client.pass_on(piece)
+                self._is_complete = end.feed(piece) or self._is_complete
 
     async def _with_usage(self, events: bytes) -> bytes:
         """Whole events with the prefill engine's figure; no token waits for that."""

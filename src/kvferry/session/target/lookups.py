@@ -17,6 +17,7 @@ from kvferry.wire.messages import WIRE_VERSION, Hello, Message, Reason, Refusal,
 
 @dataclass(slots=True)
 class _Lookup:
+    began: float
     deadline: float
     last_sent: float
     asked: list[LocateRequest]
@@ -55,9 +56,9 @@ class Lookups:
             case Refusal(reason, what, found, expected):
                 yield from self._fail(key, TransferError(reason, what, found=found, expected=expected))
 
-    def failed(self, key: PeerKey, error: TransferError) -> Iterator[Command]:
-        """Nobody is there who would answer. An address that nobody asks for is fine."""
-        if key in self._open:
+    def failed(self, key: PeerKey, error: TransferError, now: float, grace_s: float = 0.0) -> Iterator[Command]:
+        """Nobody is there who would answer, not even after so many seconds. An address that nobody asks for is fine."""
+        if key in self._open and now >= self._open[key].began + grace_s:
             yield from self._fail(key, error)
 
     def repeat(self, now: float) -> Iterator[Command]:
@@ -78,7 +79,7 @@ class Lookups:
             if event not in lookup.asked:
                 lookup.asked.append(event)
             return
-        self._open[key] = _Lookup(deadline, now, [event])
+        self._open[key] = _Lookup(now, deadline, now, [event])
         yield self._ask(key)
 
     def _found(self, key: PeerKey, welcome: Welcome) -> Iterator[Command]:

@@ -26,6 +26,9 @@ from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
 from kvferry.wire.messages import Reason
 
+# Of an engine that nobody has heard of yet: it may be about to start.
+STARTING_S = 3.0
+
 _EngineEvent = e.LocateRequest | e.HoldRequest | e.FetchRequest | e.AbortRequest
 _PeerEvent = e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.PeerMoved
 _AddressEvent = e.PeerGone | e.HostSilent | e.HandshakeRefused
@@ -220,17 +223,17 @@ class TargetSession:
     # --- time, and the end of peers ---
 
     def _gone(self, event: e.PeerGone, now: float) -> Iterator[Step]:
-        yield from self._lookups.failed(event.peer, absent(event.peer))
+        yield from self._lookups.failed(event.peer, absent(event.peer), now, STARTING_S)
         yield from self._liveness.gone(event.peer)
         # This covers what has just failed, too: no acknowledgement of this process can come.
         self._aborts.gone(event.peer, now)
 
     def _silent(self, event: e.HostSilent, now: float) -> Iterator[Step]:
-        yield from self._lookups.failed(event.peer, silent(event.peer))
+        yield from self._lookups.failed(event.peer, silent(event.peer), now)
         yield from self._liveness.silent(event.peer, now)
 
     def _handshake_refused(self, event: e.HandshakeRefused, now: float) -> Iterator[Step]:
-        yield from self._lookups.failed(event.peer, stranger(event.peer))
+        yield from self._lookups.failed(event.peer, stranger(event.peer), now)
         yield from self._liveness.refused(event.peer, now)
 
     def _tick(self, event: e.Tick, now: float) -> Iterator[Step]:

@@ -1,0 +1,46 @@
+"""When a client of a stream has all of it, however the bytes were cut."""
+
+import pytest
+
+from kvferry.http.request_fields import Endpoint
+from kvferry.router.flow.answer_format import ANSWER_FORMATS, StreamEnd
+
+CHUNK = b'data: {"choices": [{"text": "data: [DONE]\\n\\n"}]}'
+COMPLETED = b'event: response.completed\ndata: {"response": "' + b"x" * 200 + b'"}'
+LAST = [
+    (Endpoint.COMPLETIONS, b"data: [DONE]"),
+    (Endpoint.CHAT, b"data:[DONE]"),
+    (Endpoint.RESPONSES, COMPLETED),
+    (Endpoint.RESPONSES, b"event: response.incomplete\ndata: {}"),
+    (Endpoint.RESPONSES, b"event: response.failed\ndata: {}"),
+    (Endpoint.RESPONSES, b"event: error\ndata: {}"),
+    (Endpoint.MESSAGES, b"event: message_stop\ndata: {}"),
+    (Endpoint.MESSAGES, b"event: error\ndata: {}"),
+]
+
+
+@pytest.mark.parametrize("line", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
+@pytest.mark.parametrize(("endpoint", "last"), LAST)
+def test_the_last_event_is_over_with_its_blank_line(endpoint, last, line):
+    stream = line.join((CHUNK, b"", *last.split(b"\n"), b"", b""))
+    for cut in range(len(stream)):
+        end = StreamEnd(ANSWER_FORMATS[endpoint])
+        assert not end.feed(stream[:cut])
+        assert end.feed(stream[cut:]), cut
+    end = StreamEnd(ANSWER_FORMATS[endpoint])
+    assert [end.feed(stream[at : at + 1]) for at in range(len(stream))].index(True) == len(stream) - 1
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        CHUNK + b"\n\n",
+        b"event: response.completed.not\n\n",
+        b"event: message_stop\n",
+        b"x data: [DONE]\n\n",
+        b"\n\n\n\n",
+    ],
+)
+@pytest.mark.parametrize("endpoint", ANSWER_FORMATS)
+def test_what_only_looks_like_it_is_not_the_end(endpoint, events):
+    assert not StreamEnd(ANSWER_FORMATS[endpoint]).feed(events)
