@@ -19,6 +19,8 @@ LANGUAGES = {"bash", "python", "json", "yaml", "toml", "promql", "text"}
 # Programs of others that documents call.
 OTHERS = {
     "umask",
+    "printf",
+    "base64",
     "openssl",
     "cat",
     "grep",
