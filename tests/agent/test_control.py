@@ -201,7 +201,8 @@ ANSWERS = {"nothing": b"", "a web server": b"HTTP/1.1 400 Bad Request\r\n\r\n", 
 def asked(channel, server) -> tuple[ControlChannel, PeerKey]:
     """A connector that has asked, and whom."""
     connector, peer = channel(OURS), PeerKey("tcp://{}:{}".format(*server.getsockname()), "p0", "e1")
-    assert connector.send(peer, b"question")
+    # Nothing is sent where the other side has ended the handshake by then.
+    connector.send(peer, b"question")
     return connector, peer
 
 
@@ -249,14 +250,67 @@ def test_whoever_says_nothing_is_not_taken_for_a_stranger(channel, monkeypatch, 
 def test_beyond_a_number_connections_are_not_watched(channel, monkeypatch):
     """A monitor takes two sockets more."""
     monkeypatch.setattr(source_connections, "MAX_WATCHED", 1)
-    one, two, *others = channel(), channel(SharedToken(OLD, (NEW,))), channel(OURS), channel(OURS)
+    one, two, *others = channel(OURS), channel(SharedToken(NEW, (OLD,))), channel(OURS), channel(OURS)
     for other in others:
         assert one.send(key(other), b"question")
     assert len(one._sources._by_socket) == 3
-    # With several tokens the right one could not be found.
+    # With several tokens it has to wait: the right one could not be found.
     assert [two.send(key(other), b"question") for other in others] == [True, False]
     frames(two, *others, until=lambda _: len(two._sources._by_socket) == 1)
     assert two.send(key(others[1]), b"question")
+
+
+def test_a_handshake_that_hangs_keeps_nobody_from_being_watched(channel, monkeypatch):
+    monkeypatch.setattr(source_connections, "MAX_WATCHED", 1)
+    connector, listener = channel(SharedToken(NEW, (OLD,))), channel(OURS)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert connector.send(PeerKey("tcp://{}:{}".format(*server.getsockname()), "p0", "e1"), b"question")
+        assert not connector.send(key(listener), b"question")
+        monkeypatch.setattr(source_connections, "AT_ONCE_S", 0.0)
+        assert connector.send(key(listener), b"question")
+        monkeypatch.undo()
+        assert [arrival.frame for arrival in frames(listener, connector)] == [b"question"]
+
+
+def test_an_attempt_that_has_succeeded_since_counts_more_than_one_that_was_ended(channel):
+    """Our thread may look late: ZeroMQ has connected once more by then."""
+    listener, connector = channel(OURS), channel(OURS)
+    wire = Wire(listener.address)
+    peer = PeerKey(wire.address, "p0", "e1")
+    assert connector.send(peer, b"question")
+    wire.refuse()
+    wire.open()
+    heard, deadline = [], time.monotonic() + DEADLINE_S
+    while not heard and time.monotonic() < deadline:
+        wire.pass_on()
+        heard += listener.receive(0.005)
+    assert listener.reply(heard[0].routing_id, b"answer")
+    answered = []
+    while not answered and time.monotonic() < deadline:
+        wire.pass_on()
+        answered = connector.receive(0.005)
+    assert [arrival.frame for arrival in answered] == [b"answer"]
+    assert not connector._sources._refused_since
+    wire.close()
+
+
+def test_two_ends_with_a_busy_time_between_them_are_no_refusal(channel, monkeypatch):
+    monkeypatch.setattr(source_connections, "REFUSED_S", 0.0)
+    clock = itertools.count(0.0, 1e-6)
+    offset = [0.0]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connector = channel(OURS)
+        connector._sources._clock = lambda: next(clock) + offset[0]
+        peer = PeerKey("tcp://{}:{}".format(*server.getsockname()), "p0", "e1")
+        monkeypatch.setattr(source_connections, "REFUSED_S", 3.0)
+        for seconds in (0.0, 4.0, 0.0):
+            connector.send(peer, b"question")
+            server.accept()[0].close()
+            offset[0] += seconds
+            known = connector._sources._by_peer[peer]
+            while connector._sources._by_peer.get(peer) is known:
+                assert connector.receive(0.01) == []
+        assert connector.refused_by() == []
 
 
 def test_where_nobody_listens_nobody_is_taken_for_a_stranger(channel):

@@ -78,6 +78,12 @@
 {{- include "kvferry.refuse" (dict "what" "two tokens" "found" "token.existingSecret and token.value" "expected" "one of them, or none") -}}
 {{- end -}}
 {{- $tokens := without (regexSplit "\\s*\n\\s*" (trim $token.value) -1) "" -}}
+{{- if and $token.value (not $tokens) -}}
+{{- include "kvferry.refuse" (dict "what" "token.value is empty" "found" "white space" "expected" "a token, or nothing at all") -}}
+{{- end -}}
+{{- if and (gt (len $tokens) 1) (not (regexMatch "^[\\t\\r\\n -~]*$" $token.value)) -}}
+{{- include "kvferry.refuse" (dict "what" "token.value is not text" "found" (printf "%d lines" (len $tokens)) "expected" "one token of printable characters in each line") -}}
+{{- end -}}
 {{- if gt (len $tokens) 4 -}}
 {{- include "kvferry.refuse" (dict "what" "too many tokens in token.value" "found" (printf "%d lines" (len $tokens)) "expected" "at most 4, one in each line") -}}
 {{- end -}}

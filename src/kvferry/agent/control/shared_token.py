@@ -105,7 +105,10 @@ def read_token(path: str) -> SharedToken:
 
 
 def _is_text(contents: bytes) -> bool:
-    return all(0x20 <= byte < 0x7F or byte in b"\t\r\n" for byte in contents)
+    try:
+        return all(char.isprintable() or char in "\t\r\n" for char in contents.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 def _contents(path: str) -> bytes:

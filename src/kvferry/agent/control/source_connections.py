@@ -32,8 +32,9 @@ from kvferry.session.keys import PeerKey
 from kvferry.wire.codec import MAX_FRAME_BYTES
 
 MAX_SOURCES = 4096
-# A monitor takes two sockets more: its own and ours. Beyond this number, connections are not watched.
-MAX_WATCHED = 256
+# A monitor takes two sockets more: its own and ours. Handshakes take milliseconds: beyond this number, a connection is
+# not watched, or has to wait where several tokens are to be tried.
+MAX_WATCHED = 64
 # After these ZeroMQ does not connect again.
 FINAL: Final = (int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
 EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(FINAL)
@@ -78,7 +79,8 @@ class SourceConnections:
         self._refused_by: list[PeerKey] = []
 
     def send(self, peer: PeerKey, frame: bytes) -> bool:
-        """Connects on first use. False when that fails, is not allowed, or the queue is full."""
+        """Connects on first use. False when that fails, is not allowed, or the queue is full. What is sent to somebody
+        who refuses all tokens is lost."""
         if peer not in self._by_peer:
             is_full = len(self._by_peer) >= MAX_SOURCES
             if is_full or not is_connectable(peer.address, self._token) or not self._connect(peer, self._token.each):
@@ -90,14 +92,13 @@ class SourceConnections:
 
     def receive(self, ready: set[zmq.Socket[bytes]]) -> Iterator[tuple[PeerKey, bytes]]:
         """The frames that have arrived at those sockets that can be read."""
-        for socket in ready & self._by_socket.keys():
-            # One that was just before it may have ended it.
-            if (connection := self._by_socket.get(socket)) is None:
-                continue
+        found = [(socket, self._by_socket[socket]) for socket in ready & self._by_socket.keys()]
+        for socket, connection in found:
+            if socket is connection.socket:
+                yield from ((connection.peer, parts[0] if len(parts) == 1 else b"") for parts in received(socket))
+        for socket, connection in found:
             if socket is connection.monitor:
                 self._watch(connection, socket)
-            else:
-                yield from ((connection.peer, parts[0] if len(parts) == 1 else b"") for parts in received(socket))
 
     def refused_by(self) -> list[PeerKey]:
         """Whoever has ended all our handshakes for some seconds. It is not connected to any more."""
@@ -113,8 +114,7 @@ class SourceConnections:
     def _connect(self, peer: PeerKey, tokens: tuple[SharedToken, ...]) -> bool:
         """Begin with the first of these tokens. False where there are too many sockets, or the address is invalid: no
         answer will come before the deadline of the session."""
-        is_watched = len(self._by_socket) - len(self._by_peer) < MAX_WATCHED
-        if not is_watched and len(tokens) > 1:
+        if not (is_watched := self._may_watch()) and len(tokens) > 1:
             return False
         try:
             socket = open_socket(self._context, self._poller, zmq.DEALER, MAX_FRAME_BYTES)
@@ -133,18 +133,29 @@ class SourceConnections:
             return False
         return True
 
+    def _may_watch(self) -> bool:
+        """Whether there is room for a monitor; a handshake that hangs makes room."""
+        if len(self._by_socket) - len(self._by_peer) < MAX_WATCHED:
+            return True
+        late_s = self._clock() - AT_ONCE_S
+        hung = (one for one in self._by_peer.values() if one.monitor is not None and one.began <= late_s)
+        if (found := next(hung, None)) is None:
+            return False
+        self._unwatch(found)
+        return True
+
     def _watch(self, connection: _Connection, reading: zmq.Socket[bytes]) -> None:
-        """Each attempt has a socket of its own, so that it is known how long it has taken at most."""
-        for event, _ in monitored(reading):
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._refused_since.pop(connection.peer, None)
-                connection.frames.clear()
-                self._close_monitor(connection)
-            elif event in FINAL or self._clock() - connection.began < AT_ONCE_S:
-                self._refused(connection)
-            else:
-                self._begin_anew(connection, connection.tokens)
-            return
+        """The first attempt of a socket has ended by the time that is known here. ZeroMQ may have made another one
+        since, which counts if it has succeeded."""
+        events = {event for event, _ in monitored(reading)}
+        if zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
+            self._refused_since.pop(connection.peer, None)
+            self._unwatch(connection)
+        elif not events.isdisjoint(FINAL) or (events and self._clock() - connection.began < AT_ONCE_S):
+            self._refused(connection)
+        elif events:
+            self._refused_since.pop(connection.peer, None)
+            self._begin_anew(connection, connection.tokens)
 
     def _refused(self, connection: _Connection) -> None:
         peer, others = connection.peer, connection.tokens[1:]
@@ -168,6 +179,10 @@ class SourceConnections:
         if connection := self._by_peer.pop(peer, None):
             self._close_monitor(connection)
             self._close(connection.socket)
+
+    def _unwatch(self, connection: _Connection) -> None:
+        connection.frames.clear()
+        self._close_monitor(connection)
 
     def _close_monitor(self, connection: _Connection) -> None:
         if connection.monitor is not None:

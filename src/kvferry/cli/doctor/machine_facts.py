@@ -121,10 +121,9 @@ def setting_facts(chosen: Environment | None, system: SystemFacts, token_file: s
 
 
 def _tokens_in(path: str) -> str:
-    """The file, and how many tokens it holds if there are several. What is wrong with it is a finding."""
+    """The file, and how many tokens it holds. What is wrong with it is a finding."""
     with suppress(FerryError):
-        if others := read_token(path).accepted:
-            return f"{path}: the first token is used, {len(others)} more accepted"
+        return f"{path}: one token is used, {len(read_token(path).accepted)} more accepted"
     return path
 
 

@@ -175,7 +175,7 @@ RESPONSES = replace(
     max_event_bytes=8 << 20,
     opening=OPENING_EVENTS,
     failing=(b"event: response.failed\n", b"event: error\n"),
-    ending=re.compile(rb"\nevent: ?(?:response\.(?:completed|incomplete|failed)|error)\r?\n"),
+    ending=re.compile(rb"\nevent: ?response\.(?:completed|incomplete)\r?\n"),
 )
 MESSAGES = AnswerFormat(
     mark=b'"input_tokens"',
@@ -183,7 +183,7 @@ MESSAGES = AnswerFormat(
     read=lambda usage: usage.get(CACHE_READ),
     write=_beside_cached,
     is_final=lambda found: bytes(found.type) == b'"message_delta"',
-    ending=re.compile(rb"\nevent: ?(?:message_stop|error)\r?\n"),
+    ending=re.compile(rb"\nevent: ?message_stop\r?\n"),
 )
 ANSWER_FORMATS: Mapping[Endpoint, AnswerFormat] = {
     Endpoint.COMPLETIONS: CHAT,

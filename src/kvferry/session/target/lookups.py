@@ -38,7 +38,7 @@ class Lookups:
         """Ask, unless that is under way."""
         yield from self._begin(event.address, event, now + self._timing.handshake_s, now)
 
-    def answered(self, key: PeerKey, message: Message) -> Iterator[Command]:
+    def answered(self, key: PeerKey, message: Message, now: float) -> Iterator[Command]:
         """Somebody has said who it is, or why that is no use."""
         if key not in self._open:
             return
@@ -49,7 +49,7 @@ class Lookups:
             case Welcome(num_ranks=num_ranks, addresses=addresses):
                 is_named = bool(addresses) and len(addresses) == num_ranks
                 if is_named or (not addresses and num_ranks == 1):
-                    yield from self._found(key, message)
+                    yield from self._found(key, message, now)
                 else:
                     what, found = "a source does not name its ranks", f"{len(addresses)} addresses, {num_ranks} ranks"
                     yield from self._fail(key, TransferError(Reason.MALFORMED, what, found=found))
@@ -82,7 +82,7 @@ class Lookups:
         self._open[key] = _Lookup(now, deadline, now, [event])
         yield self._ask(key)
 
-    def _found(self, key: PeerKey, welcome: Welcome) -> Iterator[Command]:
+    def _found(self, key: PeerKey, welcome: Welcome, now: float) -> Iterator[Command]:
         """Who is there is who was meant, or tells where that one is."""
         lookup, size = self._open.pop(key), welcome.data_parallel_size
         engine = RemoteEngine(welcome.party.engine_id, welcome.party.epoch, welcome.addresses or (key.address,))
@@ -97,7 +97,7 @@ class Lookups:
                 error = TransferError(Reason.MALFORMED, what, found=f"{key.address}, number {number}")
                 yield LocateFailed(event.address, error, event.number)
             else:
-                yield from self._begin(address, event, lookup.deadline, lookup.last_sent)
+                yield from self._begin(address, event, lookup.deadline, now)
 
     def _ask(self, key: PeerKey) -> Send:
         return Send(key, Hello(WIRE_VERSION, self._ours.product_version, self._ours.party, "", ""))

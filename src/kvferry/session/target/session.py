@@ -187,7 +187,7 @@ class TargetSession:
     # --- answers ---
 
     def _answer(self, event: e.AnswerArrived, now: float) -> Iterator[Step]:
-        yield from self._lookups.answered(event.peer, event.message)
+        yield from self._lookups.answered(event.peer, event.message, now)
         handler = self._answers.get(type(event.message))
         if isinstance(event.message, m.Aborted):
             # A peer that counts as lost may have resumed: its acknowledgement counts as well.
