@@ -20,7 +20,7 @@ LANGUAGES = {"bash", "python", "json", "yaml", "toml", "promql", "text"}
 OTHERS = {
     "umask",
     "printf",
-    "base64",
+    "set",
     "openssl",
     "cat",
     "grep",
