@@ -195,7 +195,11 @@ REFUSED = {
     "a repeated token": ({**MODEL, "token": {"value": "abc" * 20}}, "60 bytes, 3 of them different", "random bytes"),
     "a second token that is short": ({**MODEL, "token": {"value": f"{TOKEN}\n{'a' * 8}"}}, "8 bytes", "random bytes"),
     "no token in it": ({**MODEL, "token": {"value": " \n"}}, "white space", "nothing at all"),
-    "tokens that are not text": ({**MODEL, "token": {"value": f"{TOKEN}\n{TOKEN}\x01"}}, "2 lines", "printable characters"),
+    "tokens that are not text": (
+        {**MODEL, "token": {"value": f"{TOKEN}\n{TOKEN}\x01"}},
+        "2 lines",
+        "printable characters",
+    ),
     "many tokens": ({**MODEL, "token": {"value": "\n".join([TOKEN] * 5)}}, "5 lines", "at most 4"),
     "two tokens": ({**MODEL, "token": {"value": TOKEN, "existingSecret": "mine"}}, "token.value", "one of them"),
     "a role": ({**MODEL, "prefill": {"extraArgs": ["--role=prefill"]}}, "--role", "none of"),
