@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from kvferry import SharedToken
+from kvferry.agent.control import channel as channel_module
 from kvferry.agent.control import source_connections
 from kvferry.agent.control.channel import ControlChannel
 from kvferry.agent.control.curve import secure_connecting
@@ -122,8 +123,9 @@ def test_who_is_not_let_in_hears_of_it_each_time(channel, pair, impatient):
     for _ in range(2):
         assert refusing(connector, key(listener), listener) == [key(listener)]
         assert connector.refused_by() == []
-        # Nobody is connected to any more.
+        # Nobody is connected to any more, and nothing is kept of it.
         assert not connector._sources._by_socket
+        assert not connector._sources._refused_since
 
 
 def test_whoever_is_refused_for_a_moment_is_heard_after_it(channel):
@@ -145,6 +147,7 @@ def test_whoever_is_refused_for_a_moment_is_heard_after_it(channel):
         heard += listener.receive(0.005)
     assert [arrival.frame for arrival in heard] == [b"question"]
     assert connector.refused_by() == []
+    assert not connector._sources._refused_since
     wire.close()
 
 
@@ -193,6 +196,11 @@ def test_who_is_forgotten_is_nobody_who_has_refused(channel, impatient):
         assert (connector.receive(0.01), listener.receive(0.0)) == ([], [])
     connector.forget(key(listener))
     assert connector.refused_by() == []
+    connector.send(key(listener), b"question")
+    while not connector._sources._refused_since and time.monotonic() < deadline:
+        assert (connector.receive(0.01), listener.receive(0.0)) == ([], [])
+    connector.forget(key(listener))
+    assert not connector._sources._refused_since
 
 
 ANSWERS = {"nothing": b"", "a web server": b"HTTP/1.1 400 Bad Request\r\n\r\n", "noise": bytes(range(64))}
@@ -269,6 +277,8 @@ def test_a_handshake_that_hangs_keeps_nobody_from_being_watched(channel, monkeyp
         monkeypatch.setattr(source_connections, "AT_ONCE_S", 0.0)
         assert connector.send(key(listener), b"question")
         monkeypatch.undo()
+        sources = connector._sources
+        assert [one.peer for one in sources._by_peer.values() if one.monitor] == [key(listener)]
         assert [arrival.frame for arrival in frames(listener, connector)] == [b"question"]
 
 
@@ -324,6 +334,23 @@ def test_a_connection_is_watched_no_longer_than_its_handshake_takes(channel):
     listener, connector = channel(OURS), channel(OURS)
     met(connector, listener)
     assert len(connector._sources._by_socket) == 1
+    assert connector._sources._by_peer[key(listener)].frames == []
+
+
+def test_no_more_is_kept_for_another_attempt_than_a_queue_holds(channel):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connector, peer = asked(channel, server)
+        for _ in range(2 * MAX_QUEUED):
+            connector.send(peer, b"question")
+        assert len(connector._sources._by_peer[peer].frames) == MAX_QUEUED
+
+
+def test_there_are_sockets_for_all_sources_and_their_monitors(channel, monkeypatch):
+    for module in (channel_module, source_connections):
+        monkeypatch.setattr(module, "MAX_SOURCES", 40)
+        monkeypatch.setattr(module, "MAX_WATCHED", 40)
+    connector = channel()
+    assert all(connector.send(PeerKey(f"tcp://127.9.9.{host}:9", "p0", "e1"), b"hello") for host in range(1, 41))
 
 
 def test_knowing_the_listeners_key_alone_is_not_enough(channel, stranger):

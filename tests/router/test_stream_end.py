@@ -16,16 +16,25 @@ LAST = [
 ]
 
 
+def is_over(endpoint, *pieces):
+    """After each of these pieces."""
+    end, found = StreamEnd(ANSWER_FORMATS[endpoint]), []
+    for piece in pieces:
+        end.feed(piece)
+        found.append(end.is_over)
+    return found
+
+
 @pytest.mark.parametrize("line", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
 @pytest.mark.parametrize(("endpoint", "last"), LAST)
 def test_the_last_event_is_over_with_its_blank_line(endpoint, last, line):
     stream = line.join((CHUNK, b"", *last.split(b"\n"), b"", b""))
     for cut in range(len(stream)):
-        end = StreamEnd(ANSWER_FORMATS[endpoint])
-        assert not end.feed(stream[:cut])
-        assert end.feed(stream[cut:]), cut
-    end = StreamEnd(ANSWER_FORMATS[endpoint])
-    assert [end.feed(stream[at : at + 1]) for at in range(len(stream))].index(True) == len(stream) - 1
+        assert is_over(endpoint, stream[:cut], stream[cut:]) == [False, True], cut
+    each = [stream[at : at + 1] for at in range(len(stream))]
+    assert is_over(endpoint, *each) == [False] * (len(stream) - 1) + [True]
+    # Whatever follows.
+    assert is_over(endpoint, stream, b"x" * 1000) == [True, True]
 
 
 LIKE_IT = (
@@ -43,4 +52,4 @@ LIKE_IT = (
 @pytest.mark.parametrize("events", LIKE_IT)
 @pytest.mark.parametrize("endpoint", ANSWER_FORMATS)
 def test_what_only_looks_like_it_is_not_the_end(endpoint, events):
-    assert not StreamEnd(ANSWER_FORMATS[endpoint]).feed(events)
+    assert is_over(endpoint, events) == [False]

@@ -80,6 +80,13 @@ def test_where_nobody_will_answer_that_is_not_waited_for(target, event, reason):
     play(target, [(3.3, event(NOBODY), []), (9.0, Tick(), [])])
 
 
+def test_whoever_is_sent_on_to_it_gives_it_as_long(target):
+    second = PeerKey(above(2), "", "")
+    play(target, [(0.0, LocateRequest(ADDRESS, 2), [ASK]), (1.5, answer(of_three(0)), [Disconnect(NOBODY), Send])])
+    play(target, [(3.2, PeerGone(second), []), (4.4, PeerGone(second), [])])
+    play(target, [(4.5, PeerGone(second), [Disconnect(second), LocateFailed])])
+
+
 def test_an_engine_that_does_not_listen_yet_has_some_seconds_to_start(target):
     """Of a server with data parallelism one may be later than another that has said where it will be."""
     play(target, [(0.0, REQUEST, [ASK]), (1.1, PeerGone(NOBODY), []), (2.9, PeerGone(NOBODY), [])])

@@ -319,6 +319,12 @@ def test_whoever_lets_nobody_in_is_not_waited_for(target):
     play(target, [(0.2, HandshakeRefused(PEER), []), (0.3, replace(WANTED, request_id="q2"), [HELLO])])
 
 
+def test_whoever_lets_nobody_in_is_asked_again_for_a_request_that_waits(target):
+    """It may be a proxy, before an engine that starts."""
+    play(target, [(0.0, HOLD, [HELLO]), (0.1, HandshakeRefused(PEER), [Disconnect(PEER)])])
+    play(target, [(4.9, Tick(), []), (5.2, Tick(), [HELLO])])
+
+
 def test_a_source_that_was_met_is_not_lost_if_somebody_ends_a_handshake(target):
     play(target, [*POSTED, (0.8, HandshakeRefused(PEER), [])])
 

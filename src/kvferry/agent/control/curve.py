@@ -25,10 +25,7 @@ NUM_ZAP_FRAMES: Final = 7
 
 
 def secure_listening(socket: zmq.Socket[bytes], token: SharedToken) -> None:
-    """Let only those connect that hold the token, whichever they use themselves (`Admission`).
-
-    Raises ConfigurationError when ZeroMQ was built without CURVE.
-    """
+    """Let only holders of the token connect. Raises ConfigurationError when ZeroMQ was built without CURVE."""
     if not zmq.has("curve"):
         raise ConfigurationError(
             "this build of ZeroMQ has no encryption",
@@ -53,7 +50,7 @@ class Admission:
     """Answers ZeroMQ's question whether a connecting side's key is the right one. Belongs to the channel's thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], token: SharedToken) -> None:
-        self._expected = [z85.decode(_pair(each, b"connector")[0]) for each in token.each]
+        self._expected = z85.decode(_pair(token, b"connector")[0])
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(ZAP_ADDRESS)
@@ -69,7 +66,7 @@ class Admission:
     def _admits(self, frames: list[bytes]) -> bool:
         if len(frames) != NUM_ZAP_FRAMES or frames[5] != b"CURVE":
             return False
-        return any([hmac.compare_digest(frames[6], expected) for expected in self._expected])
+        return hmac.compare_digest(frames[6], self._expected)
 
 
 def _pair(token: SharedToken, role: bytes) -> tuple[bytes, bytes]:

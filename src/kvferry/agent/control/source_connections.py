@@ -35,9 +35,7 @@ MAX_SOURCES = 4096
 # A monitor takes two sockets more: its own and ours. Handshakes take milliseconds: beyond this number, a connection is
 # not watched, or has to wait where several tokens are to be tried.
 MAX_WATCHED = 64
-# After these ZeroMQ does not connect again.
-FINAL: Final = (int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
-EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(FINAL)
+EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 # A busy or suspended peer lets a handshake end by its time limit, of which both sides have the same.
 AT_ONCE_S = HANDSHAKE_MS / 2000
 # Whoever has refused us for so long will go on. A proxy does so while the agent behind it starts.
@@ -151,7 +149,7 @@ class SourceConnections:
         if zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
             self._refused_since.pop(connection.peer, None)
             self._unwatch(connection)
-        elif not events.isdisjoint(FINAL) or (events and self._clock() - connection.began < AT_ONCE_S):
+        elif events and self._clock() - connection.began < AT_ONCE_S:
             self._refused(connection)
         elif events:
             self._refused_since.pop(connection.peer, None)

@@ -194,20 +194,21 @@ ANSWER_FORMATS: Mapping[Endpoint, AnswerFormat] = {
 
 
 class StreamEnd:
-    """Whether a client has all of one stream, as far as it knows: bytes go in as it gets them."""
+    """Of one stream, whose bytes go in as its client gets them. When it `is_over` the client has all that it needs."""
 
     def __init__(self, answer_format: AnswerFormat) -> None:
         self._last_event, self._has_begun = answer_format.ending, False
         self._tail = b"\n"
+        self.is_over = False
 
-    def feed(self, piece: bytes) -> bool:
-        """Whether the last event has come whole."""
+    def feed(self, piece: bytes) -> None:
+        """The last event is over with its blank line."""
         data = self._tail + piece
         if not self._has_begun and (found := self._last_event.search(data)):
             # Its first line ends with what the blank line behind the event may begin with.
             self._has_begun, data = True, data[found.end() - 1 :]
         self._tail = data[-MAX_LINE_BYTES:]
-        return self._has_begun and END_OF_STREAM.search(data) is not None
+        self.is_over = self.is_over or (self._has_begun and END_OF_STREAM.search(data) is not None)
 
 
 class UsageEvents:

@@ -35,7 +35,8 @@ class Relay:
         self._usage = usage
         self._format = answer_format
         self._on_tokens = on_tokens
-        self._is_complete, self._is_told = False, False
+        self._end = StreamEnd(answer_format)
+        self._is_told = False
 
     async def run(self, headers: Headers, max_kept_bytes: int) -> Event:
         """An answer that is not streamed has its usage at its end: it is kept here until then if it is short enough."""
@@ -49,7 +50,7 @@ class Relay:
     async def _piece(self) -> bytes | Failed:
         piece = await self._request.piece()
         if isinstance(piece, Failed):
-            self._tell(Ended() if self._is_complete else piece)
+            self._tell(Ended() if self._end.is_over else piece)
         elif self._request.is_over:
             self._tell(Ended())
         return piece
@@ -61,7 +62,7 @@ class Relay:
 
     def left(self) -> Event:
         """The client has left: what becomes of its answer."""
-        if not self._is_complete:
+        if not self._end.is_over:
             return ClientGone()
         self._tell(Ended())
         return Ended()
@@ -101,10 +102,9 @@ class Relay:
 
     async def _pass_on_events(self) -> Event:
         events = UsageEvents(self._format.max_event_bytes) if self._outcomes.has_arrived else None
-        end = StreamEnd(self._format)
         while True:
             piece = await self._piece()
-            if isinstance(piece, Failed) and self._is_complete:
+            if isinstance(piece, Failed) and self._end.is_over:
                 await self._client.finish(b"")
                 return Ended()
             if isinstance(piece, Failed):
@@ -119,7 +119,7 @@ class Relay:
                 return Ended()
             if piece:
                 await self._client.pass_on(piece)
-                self._is_complete = end.feed(piece) or self._is_complete
+                self._end.feed(piece)
 
     async def _with_usage(self, events: bytes) -> bytes:
         """Whole events with the prefill engine's figure; no token waits for that."""
