@@ -20,7 +20,6 @@ LANGUAGES = {"bash", "python", "json", "yaml", "toml", "promql", "text"}
 OTHERS = {
     "umask",
     "printf",
-    "set",
     "openssl",
     "cat",
     "grep",
