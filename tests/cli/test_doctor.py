@@ -187,6 +187,18 @@ def test_lines_are_wrapped_on_a_screen_and_whole_in_a_pipe():
         assert (len(lines) == 3) is not is_terminal
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_it_says_how_many_tokens_a_file_holds(tmp_path, number):
+    """docs/security.md has operators look at that before they change a token."""
+    path = tmp_path / "step.token"
+    path.touch(mode=0o600)
+    path.write_text("".join(f"{secrets.token_hex(32)}\n" for _ in range(number)))
+    facts = doctor_facts.setting_facts(None, SystemFacts("cpu", "cpu"), str(path))
+    assert [fact.value for fact in facts if fact.name == "token file"] == [
+        f"{path}: one token is used, {number - 1} more accepted"
+    ]
+
+
 def test_peers_that_are_not_there(token):
     for address, problem in (
         ("nobody", "invalid --peer address"),

@@ -34,7 +34,7 @@ def test_the_last_event_is_over_with_its_blank_line(endpoint, last, line):
     each = [stream[at : at + 1] for at in range(len(stream))]
     assert is_over(endpoint, *each) == [False] * (len(stream) - 1) + [True]
     # Whatever follows.
-    assert is_over(endpoint, stream, b"x" * 1000) == [True, True]
+    assert is_over(endpoint, stream, b"x" * 1000, b"x") == [True, True, True]
 
 
 LIKE_IT = (

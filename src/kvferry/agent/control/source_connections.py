@@ -9,7 +9,7 @@ to the peer begins once more, since what is in between may just be starting, unt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -56,19 +56,12 @@ class _Connection:
 
 
 class SourceConnections:
-    """Only the thread of the channel uses them. `clock` is in seconds."""
+    """Only the thread of the channel uses them."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        poller: Poller,
-        token: SharedToken,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], poller: Poller, token: SharedToken) -> None:
         self._context = context
         self._poller = poller
         self._token = token
-        self._clock = clock
         self._by_peer: dict[PeerKey, _Connection] = {}
         # By its socket and by its monitor.
         self._by_socket: dict[zmq.Socket[bytes], _Connection] = {}
@@ -116,7 +109,7 @@ class SourceConnections:
             return False
         try:
             socket = open_socket(self._context, self._poller, zmq.DEALER, MAX_FRAME_BYTES)
-            connection = _Connection(peer, socket, self._clock(), tokens)
+            connection = _Connection(peer, socket, time.monotonic(), tokens)
             self._by_peer[peer] = self._by_socket[socket] = connection
             if is_watched:
                 connection.monitor = monitor(socket, EVENTS)
@@ -135,7 +128,7 @@ class SourceConnections:
         """Whether there is room for a monitor; a handshake that hangs makes room."""
         if len(self._by_socket) - len(self._by_peer) < MAX_WATCHED:
             return True
-        late_s = self._clock() - AT_ONCE_S
+        late_s = time.monotonic() - AT_ONCE_S
         hung = (one for one in self._by_peer.values() if one.monitor is not None and one.began <= late_s)
         if (found := next(hung, None)) is None:
             return False
@@ -149,7 +142,7 @@ class SourceConnections:
         if zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
             self._refused_since.pop(connection.peer, None)
             self._unwatch(connection)
-        elif events and self._clock() - connection.began < AT_ONCE_S:
+        elif events and time.monotonic() - connection.began < AT_ONCE_S:
             self._refused(connection)
         elif events:
             self._refused_since.pop(connection.peer, None)
@@ -161,7 +154,7 @@ class SourceConnections:
             self._begin_anew(connection, others)
             return
         self._drop(peer)
-        now = self._clock()
+        now = time.monotonic()
         if now - self._refused_since.setdefault(peer, now) >= REFUSED_S:
             del self._refused_since[peer]
             self._refused_by.append(peer)
