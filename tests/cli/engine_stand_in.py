@@ -6,12 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 from import_path import import_path
 
 DEADLINE_S = 60.0
@@ -93,11 +91,3 @@ def seen(folder: Path) -> tuple[list[str], list[int]]:
 def after(command: list[str], option: str) -> str:
     """The value of an option on a command line."""
     return command[command.index(option) + 1]
-
-
-def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    for pid in pids:
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            psutil.wait_procs([psutil.Process(pid)], timeout=deadline - time.monotonic())
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

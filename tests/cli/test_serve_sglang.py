@@ -7,7 +7,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from engine_stand_in import DEADLINE_S, SERVER, after, assert_gone, seen, starting
+from engine_stand_in import DEADLINE_S, SERVER, after, seen, starting
+from gone_processes import assert_gone
 from typer.testing import CliRunner
 
 from kvferry.cli import main
@@ -207,7 +208,7 @@ def test_it_announces_itself_and_where_it_moves_caches_and_leaves_nothing_behind
     assert ready["transfer_address"] == f"tcp://127.0.0.2:{after(arguments, '--disaggregation-bootstrap-port')}"
     process.send_signal(signal.SIGTERM)
     assert process.wait(DEADLINE_S) == 0
-    assert_gone(pids)
+    assert_gone(*pids)
 
 
 def test_an_early_end_is_an_error_that_names_sglang(start):

@@ -11,7 +11,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-from engine_stand_in import DEADLINE_S, SERVER, after, assert_gone, seen, starting
+from engine_stand_in import DEADLINE_S, SERVER, after, seen, starting
+from gone_processes import assert_gone
 from typer.testing import CliRunner
 
 from kvferry.agent.config import STAGING_BYTES
@@ -193,7 +194,7 @@ def test_it_announces_itself_and_leaves_nothing_behind_when_told_to_end(start, t
     assert ready["url"] == f"http://127.0.0.1:{after(arguments, '--port')}"
     process.send_signal(number)
     assert process.wait(DEADLINE_S) == 0
-    assert_gone(pids)
+    assert_gone(*pids)
 
 
 @pytest.mark.parametrize(("host", "address"), [("[::1]", "::1"), ("localhost", "127.0.0.1")])
@@ -223,7 +224,7 @@ def test_as_a_child_it_ends_when_its_parent_is_gone(start, tmp_path):
     process.stdout.readline()
     process.stdin.close()
     assert process.wait(DEADLINE_S) == 0
-    assert_gone(seen(tmp_path)[1])
+    assert_gone(*seen(tmp_path)[1])
 
 
 # Without the seconds that vLLM has in any case.
@@ -238,7 +239,7 @@ def test_vllm_has_its_time_to_drain_before_it_is_killed(start, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(DEADLINE_S) == 0
     assert (tmp_path / "drained").exists()
-    assert_gone(seen(tmp_path)[1])
+    assert_gone(*seen(tmp_path)[1])
 
 
 def test_vllms_own_end_is_ours(start, tmp_path):
@@ -246,7 +247,7 @@ def test_vllms_own_end_is_ours(start, tmp_path):
     url = json.loads(process.stdout.readline())["url"]
     subprocess.run([sys.executable, "-c", f"import urllib.request as r; r.urlopen('{url}/die')"], check=False)
     assert process.wait(DEADLINE_S) == 3
-    assert_gone(seen(tmp_path)[1])
+    assert_gone(*seen(tmp_path)[1])
 
 
 def test_an_early_end_is_an_error_with_a_hint(start):

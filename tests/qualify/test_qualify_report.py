@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 import json
 import re
-from pathlib import Path
 
 import msgspec
 import pytest
+from gone_processes import assert_gone
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
@@ -196,8 +196,7 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_has_started(module, tmp_pa
     )
     (found,) = run(module("hangs", body, limit_s=8.0))
     assert (found.result, found.words) == (Result.FAILED, "it has not ended within 8 s: does the device hang?")
-    status = Path(f"/proc/{child.read_text()}/stat")
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert_gone(int(child.read_text()))
 
 
 def test_what_the_ten_minutes_cut_off_has_not_failed(module):
