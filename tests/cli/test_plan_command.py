@@ -188,6 +188,15 @@ def test_all_names_are_listed_without_engines():
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize("options", [("--models", "--json"), ("--json", "--models")])
+def test_all_names_are_listed_for_machines(options):
+    result = plan(*options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    listed = json.loads(result.stdout)
+    assert list(listed) == list(catalog.names())
+    assert "moonshotai/Kimi-K2.5" in listed["kimi-k2"]
+
+
 @pytest.mark.parametrize("content", ["[1]", "{}", '{"num_hidden_layers": "a"}', "{", '{"num_hidden_layers": null}'])
 def test_a_broken_configuration_is_one_clear_message(tmp_path, content):
     (tmp_path / "config.json").write_text(content)

@@ -46,7 +46,8 @@ Engine = Annotated[str, common(help="transformers (built in), vllm or sglang; th
 Host = Annotated[str, common(help="Address to listen on.")]
 TokenFile = Annotated[str, common(help="File with the shared token; else KVFERRY_TOKEN_FILE.")]
 Drain = Annotated[float, times(min=0.0, max=86400.0, help="Limit for open requests and leases after SIGTERM.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+# Known before all others, also to one that prints something and exits.
+Json = Annotated[bool, typer.Option("--json", is_eager=True, help="Print JSON on stdout.")]
 Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="Exit when standard input closes.")]
 
 

@@ -19,12 +19,16 @@ MAX_TOKENS = 1 << 24
 MAX_LAYERS = 1 << 12
 
 
-def list_models(wanted: bool) -> None:
+def list_models(context: typer.Context, wanted: bool) -> None:
     """Print the names that `--model` knows, each with those of its models on the Hub, and exit."""
     if not wanted:
         return
     from kvferry import catalog
+    from kvferry.cli import console
 
+    if context.params["as_json"]:
+        console.data({name: catalog.hub_names(name) for name in catalog.names()})
+        raise typer.Exit
     width = max(map(len, catalog.names()))
     for name in catalog.names():
         first, *others = catalog.hub_names(name) or ("built on this machine",)
@@ -49,7 +53,7 @@ class PlanOptions:
     model: Annotated[str, named(help="Model name, config.json or its folder; else use the options below.")] = ""
     models: Annotated[
         bool,
-        named("--models", is_eager=True, callback=list_models, help="List the names that --model knows, and exit."),
+        named("--models", callback=list_models, help="List the names that --model knows, and exit."),
     ] = False
     cache_dtype: Annotated[str, named(help="dtype of the cache; auto for the model's own.")] = "auto"
     draft: Annotated[bool, named("--draft", help="Include the model's draft (MTP) layers.")] = False
