@@ -37,8 +37,8 @@ from kvferry.bench.accuracy.comparison import Comparison, Measured
 from kvferry.bench.accuracy.items import Item, shipped_items
 from kvferry.bench.accuracy.run import Extent, measure
 from kvferry.bench.accuracy.verdict import Limits, faults
+from kvferry.cli.child_processes import Child
 from kvferry.cli.models import resolve
-from kvferry.cli.up.processes import Child
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 

@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 from goodput_model import Shape, make_model
 from measuring import machine, say
 
+from kvferry.cli.child_processes import Child
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
-from kvferry.cli.up.processes import Child
 
 WAYS = {
     "pull": ("--transfer-direction", "pull", "--strategy", "direct"),

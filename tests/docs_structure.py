@@ -29,7 +29,7 @@ def _packages() -> list[str]:
 def _layers() -> list[str]:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract for contract in contracts if contract["type"] == "layers")["layers"]
-    return re.findall(r"kvferry\.(\w+)", " ".join(layers))
+    return re.findall(r"\w+", " ".join(layers))
 
 
 def _purpose(package: Path) -> str:

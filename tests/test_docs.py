@@ -1,12 +1,13 @@
 """The documents say what is so: their tables, names and commands are checked against the code."""
 
+import ast
 import hashlib
 import html
 import re
 from pathlib import Path
 
 import pytest
-from docs_structure import PAGE, page
+from docs_structure import PAGE, SOURCE, page
 
 from kvferry import catalog
 from kvferry.plan.description.describe import EngineShape, describe
@@ -51,6 +52,17 @@ def test_every_test_that_the_design_names_exists():
 
 def test_the_page_of_the_packages_is_what_their_docstrings_say():
     assert PAGE.read_text() == page(), "write it again: python tests/docs_structure.py"
+
+
+def test_every_package_says_what_enters_and_what_leaves():
+    """But for the folders of commands: options enter, words leave."""
+    packages = {path.parent.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*/__init__.py")}
+    silent = [
+        name
+        for name, path in packages.items()
+        if not re.search(r"\n\nEnters: .*Leaves: ", ast.get_docstring(ast.parse(path.read_text())) or "", re.DOTALL)
+    ]
+    assert [name for name in sorted(silent) if not name.startswith("cli/") and name != "."] == []
 
 
 def test_every_folder_that_the_page_of_the_packages_names_exists():

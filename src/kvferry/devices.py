@@ -106,6 +106,6 @@ def cache_device(device: torch.device, buffer_device: str, staging: StagingMemor
             f"caches on {name} cannot be reached yet",
             found=f"caches on {device}",
             expected="a CPU, or a CUDA, ROCm or XPU device",
-            hint="nothing here copies on this device",
+            hint="nothing here copies on this device; open the agent with a kvferry.Cache that has a mover of its own",
         )
     return CacheDevice(device, name, wanted, staging)

@@ -5,7 +5,7 @@ import urllib.request
 
 import pytest
 
-from kvferry.cli.up.processes import Child
+from kvferry.cli.child_processes import Child
 from kvferry.errors import ConfigurationError
 
 

@@ -15,9 +15,9 @@ from kvferry.cli.options import TransferOptions
 from kvferry.cli.ray.placement import check_placement
 from kvferry.cli.ray.scaling import METRIC, LoadPolicy
 from kvferry.cli.ray.settings import TARGETS, RaySettings, settings_from
-from kvferry.cli.ray.up_settings import settings_of
 from kvferry.cli.up import job
 from kvferry.cli.up.command import PlaceOptions, UpOptions
+from kvferry.cli.up.ray_settings import settings_of
 from kvferry.errors import ConfigurationError
 from kvferry.http.registration import Side
 

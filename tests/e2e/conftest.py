@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvferry.cli.child_processes import Child
 from kvferry.cli.up.fleet import Fleet, FleetOptions
 from kvferry.cli.up.output_check import Answer, Question, ask
-from kvferry.cli.up.processes import Child
 from kvferry.embedded.model.tiny import ensure_tiny_model
 
 DEADLINE_S = 60.0

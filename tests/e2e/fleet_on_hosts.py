@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hosts import Network
 
+from kvferry.cli.child_processes import Child
 from kvferry.cli.up.fleet import Fleet, FleetOptions
-from kvferry.cli.up.processes import Child
 
 # Several fleets may be there at a time, each in a network of its own.
 numbers = itertools.count()

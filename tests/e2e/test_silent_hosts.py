@@ -16,7 +16,7 @@ import pytest
 from conftest import READY_S, eventually
 from hosts import WHY_NOT, Host, Network
 
-from kvferry.cli.up.processes import Child
+from kvferry.cli.child_processes import Child
 
 pytestmark = [
     pytest.mark.slow,

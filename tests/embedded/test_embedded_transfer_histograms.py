@@ -6,11 +6,11 @@ import pytest
 from embedded_server import Served
 
 from kvferry import FetchReport
-from kvferry.connectors.buckets import BYTES_BUCKETS, PHASE_BUCKETS_S
 from kvferry.connectors.peer_labels import MAX_PEERS, OTHER_PEERS
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.serving.metrics import Metrics
 from kvferry.embedded.transfer.agent_transfer import ReceivedCache
+from kvferry.http.histogram_buckets import BYTES_BUCKETS, PHASE_BUCKETS_S
 
 COMPLETIONS = "/v1/completions"
 REMOTE_DECODE = {"do_remote_decode": True}

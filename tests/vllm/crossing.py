@@ -19,7 +19,7 @@ from proxy import REMOTE_DECODE
 from servers import DEVICE, ENVIRONMENT, GPU_FLAGS
 from tiny_models import MODELS, model_folder
 
-from kvferry.cli.up.processes import Child
+from kvferry.cli.child_processes import Child
 
 __all__ = [
     "Crossing",

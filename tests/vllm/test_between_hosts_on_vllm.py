@@ -22,7 +22,7 @@ from proxy import REMOTE_DECODE
 from servers import ENVIRONMENT
 from tiny_models import MODELS, VOCAB_SIZE, model_folder
 
-from kvferry.cli.up.processes import Child
+from kvferry.cli.child_processes import Child
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 

@@ -1,4 +1,9 @@
-"""From a Hugging Face `config.json`, or the name of a well-known model, to what the model keeps of a request."""
+"""What a model keeps of a request, from its `config.json` or its well-known name.
+
+Enters: a Hugging Face config, none of which is trusted, and how it is served (dtype of the cache, draft layers).
+Leaves: a `kvferry.layout` model and what a token costs to compute. It knows no engine's shape, no address and no
+weights.
+"""
 
 from __future__ import annotations
 

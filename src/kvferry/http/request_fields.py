@@ -75,18 +75,24 @@ class RequestField:
     decode_only: DecodeOnlyReason | None = None
 
 
-VC, VT = Api.VLLM_COMPLETIONS, Api.VLLM_CHAT
-SC, ST = Api.SGLANG_COMPLETIONS, Api.SGLANG_CHAT
-OC, OT = Api.OPENAI_COMPLETIONS, Api.OPENAI_CHAT
-VLLM, SGLANG, OPENAI = VC | VT, SC | ST, OC | OT
-ENGINES, CHAT = VLLM | SGLANG, VT | ST | OT
+VLLM_COMPLETIONS, VLLM_CHAT = Api.VLLM_COMPLETIONS, Api.VLLM_CHAT
+SGLANG_COMPLETIONS, SGLANG_CHAT = Api.SGLANG_COMPLETIONS, Api.SGLANG_CHAT
+OPENAI_COMPLETIONS, OPENAI_CHAT = Api.OPENAI_COMPLETIONS, Api.OPENAI_CHAT
+VLLM_RESPONSES, SGLANG_RESPONSES, OPENAI_RESPONSES = Api.VLLM_RESPONSES, Api.SGLANG_RESPONSES, Api.OPENAI_RESPONSES
+VLLM_MESSAGES, SGLANG_MESSAGES, ANTHROPIC_MESSAGES = Api.VLLM_MESSAGES, Api.SGLANG_MESSAGES, Api.ANTHROPIC_MESSAGES
+OLDER = Api.OLDER
+# Of completions and chats, where nothing else is said.
+VLLM, SGLANG, OPENAI = VLLM_COMPLETIONS | VLLM_CHAT, SGLANG_COMPLETIONS | SGLANG_CHAT, OPENAI_COMPLETIONS | OPENAI_CHAT
+ENGINES, CHAT = VLLM | SGLANG, VLLM_CHAT | SGLANG_CHAT | OPENAI_CHAT
 EVERY = ENGINES | OPENAI
-VR, SR, OR = Api.VLLM_RESPONSES, Api.SGLANG_RESPONSES, Api.OPENAI_RESPONSES
-VM, SM, AM = Api.VLLM_MESSAGES, Api.SGLANG_MESSAGES, Api.ANTHROPIC_MESSAGES
-RESPONSES, MESSAGES = VR | SR | OR, VM | SM | AM
+COMPLETIONS = VLLM_COMPLETIONS | SGLANG_COMPLETIONS | OPENAI_COMPLETIONS
+RESPONSES, MESSAGES = (
+    VLLM_RESPONSES | SGLANG_RESPONSES | OPENAI_RESPONSES,
+    VLLM_MESSAGES | SGLANG_MESSAGES | ANTHROPIC_MESSAGES,
+)
 OF_ENDPOINT = {
-    Endpoint.COMPLETIONS: VC | SC | OC | Api.OLDER,
-    Endpoint.CHAT: CHAT | Api.OLDER,
+    Endpoint.COMPLETIONS: COMPLETIONS | OLDER,
+    Endpoint.CHAT: CHAT | OLDER,
     Endpoint.RESPONSES: RESPONSES,
     Endpoint.MESSAGES: MESSAGES,
 }
@@ -120,11 +126,11 @@ def _rows(apis: Api, in_prefill: InPrefill, reason: str, names: str) -> tuple[Re
 OF_BOTH: tuple[RequestField, ...] = (
     # What decides the prompt and its cache.
     RequestField("model", EVERY, KEPT, "names the model, or the adapter"),
-    RequestField("prompt", VC | SC | OC, KEPT, PROMPT, DecodeOnlyReason.SEVERAL_SEQUENCES),
-    RequestField("prompt_embeds", VC, KEPT, PROMPT, DecodeOnlyReason.SEVERAL_SEQUENCES),
+    RequestField("prompt", COMPLETIONS, KEPT, PROMPT, DecodeOnlyReason.SEVERAL_SEQUENCES),
+    RequestField("prompt_embeds", VLLM_COMPLETIONS, KEPT, PROMPT, DecodeOnlyReason.SEVERAL_SEQUENCES),
     RequestField("messages", CHAT, KEPT, PROMPT),
-    RequestField("suffix", VC | SC | OC, KEPT, "SGLang's prompt to fill in the middle has it"),
-    RequestField("input_ids", ST, KEPT, PROMPT),
+    RequestField("suffix", COMPLETIONS, KEPT, "SGLang's prompt to fill in the middle has it"),
+    RequestField("input_ids", SGLANG_CHAT, KEPT, PROMPT),
     RequestField("tools", CHAT, KEPT, TEMPLATE),
     RequestField(
         "tool_choice", CHAT, KEPT, "a named tool, or none, leaves other tools out of SGLang's or vLLM's prompt"
@@ -132,21 +138,21 @@ OF_BOTH: tuple[RequestField, ...] = (
     RequestField("response_format", CHAT, KEPT, "templates such as Kimi K3's see it"),
     RequestField("truncate_prompt_tokens", VLLM, KEPT, PROMPT, DecodeOnlyReason.TRUNCATED_PROMPT),
     *_rows(VLLM, KEPT, PROMPT, "truncation_side add_special_tokens"),
-    *_rows(OT, KEPT, TEMPLATE, "functions function_call"),
+    *_rows(OPENAI_CHAT, KEPT, TEMPLATE, "functions function_call"),
     *_rows(CHAT, KEPT, TEMPLATE, "reasoning_effort parallel_tool_calls"),
-    *_rows(VT, KEPT, TEMPLATE, "add_generation_prompt documents chat_template include_reasoning"),
-    *_rows(VT | ST, KEPT, TEMPLATE, "continue_final_message chat_template_kwargs"),
-    *_rows(ST, KEPT, TEMPLATE, "thinking task separate_reasoning"),
-    *_rows(Api.OLDER, KEPT, TEMPLATE, "reasoning"),
-    RequestField("mm_processor_kwargs", VT | SGLANG, KEPT, MEDIA),
-    RequestField("media_io_kwargs", VT, KEPT, MEDIA),
+    *_rows(VLLM_CHAT, KEPT, TEMPLATE, "add_generation_prompt documents chat_template include_reasoning"),
+    *_rows(VLLM_CHAT | SGLANG_CHAT, KEPT, TEMPLATE, "continue_final_message chat_template_kwargs"),
+    *_rows(SGLANG_CHAT, KEPT, TEMPLATE, "thinking task separate_reasoning"),
+    *_rows(OLDER, KEPT, TEMPLATE, "reasoning"),
+    RequestField("mm_processor_kwargs", VLLM_CHAT | SGLANG, KEPT, MEDIA),
+    RequestField("media_io_kwargs", VLLM_CHAT, KEPT, MEDIA),
     *_rows(SGLANG, KEPT, MEDIA, "images_config"),
-    *_rows(ST, KEPT, MEDIA, "max_dynamic_patch min_dynamic_patch use_audio_in_video video_config"),
+    *_rows(SGLANG_CHAT, KEPT, MEDIA, "max_dynamic_patch min_dynamic_patch use_audio_in_video video_config"),
     RequestField("ec_transfer_params", VLLM, KEPT, "refers to encoded images, which prefill reads"),
     RequestField("cache_salt", ENGINES, KEPT, CACHE),
     RequestField("extra_key", SGLANG, KEPT, CACHE),
     RequestField("lora_path", SGLANG, KEPT, "names the adapter"),
-    *_rows(OT, KEPT, CACHE, "prompt_cache_key prompt_cache_options prompt_cache_retention"),
+    *_rows(OPENAI_CHAT, KEPT, CACHE, "prompt_cache_key prompt_cache_options prompt_cache_retention"),
     # What decides where and when.
     *_rows(ENGINES, KEPT, ROUTING, "priority session_id"),
     *_rows(VLLM, KEPT, IN_LOGS, "request_id"),
@@ -161,16 +167,24 @@ OF_BOTH: tuple[RequestField, ...] = (
     RequestField("stream", EVERY, CHANGED, "true only where it refers to its cache before it is computed"),
     RequestField("stream_options", EVERY, DROPPED, STREAM),
     *_rows(VLLM, DROPPED, STREAM, "stream_interval"),
-    *_rows(ST, DROPPED, STREAM, "stream_reasoning"),
+    *_rows(SGLANG_CHAT, DROPPED, STREAM, "stream_reasoning"),
     RequestField("n", EVERY, KEPT, ONE_SEQUENCE, DecodeOnlyReason.SEVERAL_SEQUENCES),
-    RequestField("best_of", SC | OC | Api.OLDER, KEPT, ONE_SEQUENCE, DecodeOnlyReason.SEVERAL_SEQUENCES),
+    RequestField(
+        "best_of",
+        SGLANG_COMPLETIONS | OPENAI_COMPLETIONS | OLDER,
+        KEPT,
+        ONE_SEQUENCE,
+        DecodeOnlyReason.SEVERAL_SEQUENCES,
+    ),
     RequestField("use_beam_search", VLLM, KEPT, ONE_SEQUENCE, DecodeOnlyReason.SEVERAL_SEQUENCES),
     *_rows(VLLM, KEPT, "applies to beam search only", "length_penalty"),
-    *_rows(Api.OLDER, KEPT, "applies to beam search only", "early_stopping"),
+    *_rows(OLDER, KEPT, "applies to beam search only", "early_stopping"),
     # What is computed with the prompt, and told in the answer.
     RequestField("prompt_logprobs", VLLM, DROPPED, WHERE_COMPUTED, DecodeOnlyReason.PROMPT_LOGPROBS),
-    RequestField("echo", VC | SC | OC, DROPPED, ANSWER, DecodeOnlyReason.PROMPT_LOGPROBS),
-    RequestField("echo", VT, KEPT, "vLLM computes logits of the prompt for it", DecodeOnlyReason.PROMPT_LOGPROBS),
+    RequestField("echo", COMPLETIONS, DROPPED, ANSWER, DecodeOnlyReason.PROMPT_LOGPROBS),
+    RequestField(
+        "echo", VLLM_CHAT, KEPT, "vLLM computes logits of the prompt for it", DecodeOnlyReason.PROMPT_LOGPROBS
+    ),
     RequestField("return_hidden_states", SGLANG, DROPPED, WHERE_COMPUTED, DecodeOnlyReason.PROMPT_OUTPUTS),
     RequestField("return_routed_experts", SGLANG, DROPPED, WHERE_COMPUTED, DecodeOnlyReason.PROMPT_OUTPUTS),
     RequestField("routed_experts_prompt_start", VLLM, DROPPED, WHERE_COMPUTED, DecodeOnlyReason.PROMPT_OUTPUTS),
@@ -183,76 +197,81 @@ OF_BOTH: tuple[RequestField, ...] = (
     *_rows(VLLM, DROPPED, ENDING, "include_stop_str_in_output repetition_detection thinking_token_budget"),
     *_rows(SGLANG, DROPPED, ENDING, "stop_regex no_stop_trim"),
     *_rows(VLLM, DROPPED, GRAMMAR, "structured_outputs"),
-    *_rows(VC | SC, DROPPED, GRAMMAR, "response_format"),
+    *_rows(VLLM_COMPLETIONS | SGLANG_COMPLETIONS, DROPPED, GRAMMAR, "response_format"),
     *_rows(SGLANG, DROPPED, GRAMMAR, "regex ebnf"),
-    *_rows(SC, DROPPED, GRAMMAR, "json_schema"),
-    *_rows(Api.OLDER, DROPPED, GRAMMAR, "guided_json guided_regex guided_choice guided_grammar guided_json_object"),
-    *_rows(Api.OLDER, DROPPED, GRAMMAR, "guided_decoding_backend guided_whitespace_pattern structural_tag"),
+    *_rows(SGLANG_COMPLETIONS, DROPPED, GRAMMAR, "json_schema"),
+    *_rows(OLDER, DROPPED, GRAMMAR, "guided_json guided_regex guided_choice guided_grammar guided_json_object"),
+    *_rows(OLDER, DROPPED, GRAMMAR, "guided_decoding_backend guided_whitespace_pattern structural_tag"),
     # What only shapes the answer.
     *_rows(EVERY, DROPPED, ANSWER, "logprobs"),
     *_rows(CHAT, DROPPED, ANSWER, "top_logprobs"),
     *_rows(VLLM, DROPPED, ANSWER, "logprob_token_ids return_tokens_as_token_ids return_token_offsets"),
     *_rows(ENGINES, DROPPED, ANSWER, "return_token_ids skip_special_tokens"),
     *_rows(VLLM, DROPPED, ANSWER, "spaces_between_special_tokens mm_payload return_mm_kwargs"),
-    *_rows(VT, DROPPED, ANSWER, "return_prompt_text"),
+    *_rows(VLLM_CHAT, DROPPED, ANSWER, "return_prompt_text"),
     *_rows(SGLANG, DROPPED, ANSWER, "return_spec_tokens_details"),
-    *_rows(ST, DROPPED, ANSWER, "return_prompt_token_ids return_meta_info return_input_ids_in_sglext"),
-    *_rows(ST, DROPPED, ANSWER, "return_output_ids_in_sglext return_sampling_mask sampling_logprobs_mode"),
-    *_rows(ST, DROPPED, ANSWER, "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64"),
+    *_rows(SGLANG_CHAT, DROPPED, ANSWER, "return_prompt_token_ids return_meta_info return_input_ids_in_sglext"),
+    *_rows(SGLANG_CHAT, DROPPED, ANSWER, "return_output_ids_in_sglext return_sampling_mask sampling_logprobs_mode"),
+    *_rows(SGLANG_CHAT, DROPPED, ANSWER, "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64"),
     # How a token is drawn.
     *_rows(EVERY, KEPT, SAMPLING, "temperature top_p seed frequency_penalty presence_penalty logit_bias"),
     *_rows(ENGINES, KEPT, SAMPLING, "top_k min_p repetition_penalty"),
     *_rows(VLLM, KEPT, SAMPLING, "allowed_token_ids bad_words watermarking vllm_xargs"),
     *_rows(SGLANG, KEPT, SAMPLING, "custom_params custom_logit_processor watermark"),
-    *_rows(Api.OLDER, KEPT, SAMPLING, "logits_processors"),
+    *_rows(OLDER, KEPT, SAMPLING, "logits_processors"),
     # What engines do not look at.
     *_rows(EVERY, KEPT, UNUSED, "user"),
-    *_rows(SC, KEPT, "labels the engine's counters", "custom_labels"),
-    *_rows(OT, KEPT, UNUSED, "metadata safety_identifier service_tier store moderation"),
-    *_rows(OT, KEPT, UNUSED, "audio modalities prediction verbosity web_search_options"),
+    *_rows(SGLANG_COMPLETIONS, KEPT, "labels the engine's counters", "custom_labels"),
+    *_rows(OPENAI_CHAT, KEPT, UNUSED, "metadata safety_identifier service_tier store moderation"),
+    *_rows(OPENAI_CHAT, KEPT, UNUSED, "audio modalities prediction verbosity web_search_options"),
 )
 """Chats and completions."""
 
 OF_RESPONSES: tuple[RequestField, ...] = (
     RequestField("model", RESPONSES, KEPT, "names the model, or the adapter"),
     *_rows(RESPONSES, KEPT, PROMPT, "input instructions"),
-    *_rows(VR | OR, KEPT, PROMPT, "prompt"),
-    *_rows(VR, KEPT, PROMPT, "previous_input_messages"),
+    *_rows(VLLM_RESPONSES | OPENAI_RESPONSES, KEPT, PROMPT, "prompt"),
+    *_rows(VLLM_RESPONSES, KEPT, PROMPT, "previous_input_messages"),
     RequestField("tools", RESPONSES, KEPT, TEMPLATE, DecodeOnlyReason.ENGINE_TOOLS),
     *_rows(RESPONSES, KEPT, TEMPLATE, "tool_choice parallel_tool_calls reasoning text"),
-    *_rows(VR, KEPT, TEMPLATE, "include_reasoning"),
-    *_rows(VR | SR, KEPT, TEMPLATE, "chat_template_kwargs"),
+    *_rows(VLLM_RESPONSES, KEPT, TEMPLATE, "include_reasoning"),
+    *_rows(VLLM_RESPONSES | SGLANG_RESPONSES, KEPT, TEMPLATE, "chat_template_kwargs"),
     RequestField("truncation", RESPONSES, KEPT, PROMPT, DecodeOnlyReason.TRUNCATED_PROMPT),
-    *_rows(VR, KEPT, MEDIA, "media_io_kwargs mm_processor_kwargs"),
-    *_rows(VR, KEPT, "refers to encoded images, which prefill reads", "ec_transfer_params"),
-    *_rows(VR | SR, KEPT, CACHE, "cache_salt"),
-    *_rows(SR, KEPT, CACHE, "extra_key"),
-    *_rows(VR | OR, KEPT, CACHE, "prompt_cache_key"),
-    *_rows(OR, KEPT, CACHE, "prompt_cache_options prompt_cache_retention"),
-    *_rows(VR | SR, KEPT, ROUTING, "priority session_id"),
-    *_rows(VR | SR, KEPT, IN_LOGS, "request_id"),
+    *_rows(VLLM_RESPONSES, KEPT, MEDIA, "media_io_kwargs mm_processor_kwargs"),
+    *_rows(VLLM_RESPONSES, KEPT, "refers to encoded images, which prefill reads", "ec_transfer_params"),
+    *_rows(VLLM_RESPONSES | SGLANG_RESPONSES, KEPT, CACHE, "cache_salt"),
+    *_rows(SGLANG_RESPONSES, KEPT, CACHE, "extra_key"),
+    *_rows(VLLM_RESPONSES | OPENAI_RESPONSES, KEPT, CACHE, "prompt_cache_key"),
+    *_rows(OPENAI_RESPONSES, KEPT, CACHE, "prompt_cache_options prompt_cache_retention"),
+    *_rows(VLLM_RESPONSES | SGLANG_RESPONSES, KEPT, ROUTING, "priority session_id"),
+    *_rows(VLLM_RESPONSES | SGLANG_RESPONSES, KEPT, IN_LOGS, "request_id"),
     RequestField("previous_response_id", RESPONSES, KEPT, "is kept by one engine", DecodeOnlyReason.ENGINE_SESSION),
-    RequestField("conversation", OR, KEPT, "is kept by one engine", DecodeOnlyReason.ENGINE_SESSION),
+    RequestField("conversation", OPENAI_RESPONSES, KEPT, "is kept by one engine", DecodeOnlyReason.ENGINE_SESSION),
     RequestField("store", RESPONSES, CHANGED, "nobody asks for the answer of a prefill request again"),
     *_rows(RESPONSES, KEPT, "the router refuses it if it is true", "background"),
-    *_rows(SR, DROPPED, RANK, "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank"),
-    *_rows(SR, DROPPED, PAIRING, "bootstrap_host bootstrap_port bootstrap_room"),
-    RequestField("kv_transfer_params", VR, CHANGED, ASKS),
+    *_rows(SGLANG_RESPONSES, DROPPED, RANK, "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank"),
+    *_rows(SGLANG_RESPONSES, DROPPED, PAIRING, "bootstrap_host bootstrap_port bootstrap_room"),
+    RequestField("kv_transfer_params", VLLM_RESPONSES, CHANGED, ASKS),
     RequestField("max_output_tokens", RESPONSES, CHANGED, LENGTH),
     RequestField("stream", RESPONSES, CHANGED, STREAM),
-    *_rows(OR, DROPPED, STREAM, "stream_options"),
+    *_rows(OPENAI_RESPONSES, DROPPED, STREAM, "stream_options"),
     *_rows(RESPONSES, DROPPED, ENDING, "max_tool_calls"),
-    *_rows(VR | SR, DROPPED, ENDING, "stop"),
-    *_rows(VR, DROPPED, ENDING, "stop_token_ids ignore_eos include_stop_str_in_output"),
-    *_rows(VR, DROPPED, GRAMMAR, "structured_outputs"),
+    *_rows(VLLM_RESPONSES | SGLANG_RESPONSES, DROPPED, ENDING, "stop"),
+    *_rows(VLLM_RESPONSES, DROPPED, ENDING, "stop_token_ids ignore_eos include_stop_str_in_output"),
+    *_rows(VLLM_RESPONSES, DROPPED, GRAMMAR, "structured_outputs"),
     *_rows(RESPONSES, DROPPED, ANSWER, "include top_logprobs"),
-    *_rows(VR, DROPPED, ANSWER, "skip_special_tokens enable_response_messages mm_payload return_mm_kwargs"),
+    *_rows(VLLM_RESPONSES, DROPPED, ANSWER, "skip_special_tokens enable_response_messages mm_payload return_mm_kwargs"),
     *_rows(RESPONSES, KEPT, SAMPLING, "temperature top_p"),
-    *_rows(VR | SR, KEPT, SAMPLING, "top_k min_p frequency_penalty presence_penalty repetition_penalty"),
-    *_rows(VR, KEPT, SAMPLING, "logit_bias seed watermarking vllm_xargs"),
+    *_rows(
+        VLLM_RESPONSES | SGLANG_RESPONSES,
+        KEPT,
+        SAMPLING,
+        "top_k min_p frequency_penalty presence_penalty repetition_penalty",
+    ),
+    *_rows(VLLM_RESPONSES, KEPT, SAMPLING, "logit_bias seed watermarking vllm_xargs"),
     *_rows(RESPONSES, KEPT, UNUSED, "metadata service_tier user"),
-    *_rows(OR, KEPT, UNUSED, "access_programs background_options context_management image moderation"),
-    *_rows(OR, KEPT, UNUSED, "safety_identifier"),
+    *_rows(OPENAI_RESPONSES, KEPT, UNUSED, "access_programs background_options context_management image moderation"),
+    *_rows(OPENAI_RESPONSES, KEPT, UNUSED, "safety_identifier"),
 )
 """OpenAI's Responses API."""
 
@@ -260,22 +279,27 @@ OF_MESSAGES: tuple[RequestField, ...] = (
     RequestField("model", MESSAGES, KEPT, "names the model, or the adapter"),
     *_rows(MESSAGES, KEPT, PROMPT, "messages system"),
     *_rows(MESSAGES, KEPT, TEMPLATE, "tools tool_choice thinking output_config"),
-    *_rows(VM, KEPT, TEMPLATE, "chat_template_kwargs"),
-    *_rows(VM, KEPT, "refers to encoded images, which prefill reads", "ec_transfer_params"),
-    *_rows(VM, KEPT, CACHE, "cache_salt"),
-    *_rows(AM, KEPT, CACHE, "cache_control"),
-    *_rows(SM, DROPPED, RANK, "routed_dp_rank disagg_prefill_dp_rank"),
-    *_rows(SM, DROPPED, PAIRING, "bootstrap_host bootstrap_port bootstrap_room"),
-    RequestField("kv_transfer_params", VM, CHANGED, ASKS),
+    *_rows(VLLM_MESSAGES, KEPT, TEMPLATE, "chat_template_kwargs"),
+    *_rows(VLLM_MESSAGES, KEPT, "refers to encoded images, which prefill reads", "ec_transfer_params"),
+    *_rows(VLLM_MESSAGES, KEPT, CACHE, "cache_salt"),
+    *_rows(ANTHROPIC_MESSAGES, KEPT, CACHE, "cache_control"),
+    *_rows(SGLANG_MESSAGES, DROPPED, RANK, "routed_dp_rank disagg_prefill_dp_rank"),
+    *_rows(SGLANG_MESSAGES, DROPPED, PAIRING, "bootstrap_host bootstrap_port bootstrap_room"),
+    RequestField("kv_transfer_params", VLLM_MESSAGES, CHANGED, ASKS),
     RequestField("max_tokens", MESSAGES, CHANGED, LENGTH),
     RequestField("stream", MESSAGES, CHANGED, STREAM),
     *_rows(MESSAGES, DROPPED, ENDING, "stop_sequences"),
-    *_rows(VM, DROPPED, ANSWER, "mm_payload return_mm_kwargs"),
-    *_rows(VM | SM, KEPT, SAMPLING, "temperature top_k top_p"),
-    *_rows(VM, KEPT, SAMPLING, "watermarking vllm_xargs"),
+    *_rows(VLLM_MESSAGES, DROPPED, ANSWER, "mm_payload return_mm_kwargs"),
+    *_rows(VLLM_MESSAGES | SGLANG_MESSAGES, KEPT, SAMPLING, "temperature top_k top_p"),
+    *_rows(VLLM_MESSAGES, KEPT, SAMPLING, "watermarking vllm_xargs"),
     *_rows(MESSAGES, KEPT, UNUSED, "metadata"),
-    *_rows(SM, KEPT, UNUSED, "betas"),
-    *_rows(AM, KEPT, UNUSED, "container diagnostics inference_geo service_tier speed user_profile_id workspace_id"),
+    *_rows(SGLANG_MESSAGES, KEPT, UNUSED, "betas"),
+    *_rows(
+        ANTHROPIC_MESSAGES,
+        KEPT,
+        UNUSED,
+        "container diagnostics inference_geo service_tier speed user_profile_id workspace_id",
+    ),
 )
 """Anthropic's Messages API."""
 

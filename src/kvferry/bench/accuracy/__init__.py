@@ -1,4 +1,5 @@
-"""Whether a split answers as the whole does: prompts in, what two servers say of each, and how far they are apart.
+"""Whether a split answers as the whole does.
 
-It must not know of engines or caches: both servers speak OpenAI's API.
+Enters: prompts, two servers that speak OpenAI's API. Leaves: how far apart their answers are, with controls; a page.
+It knows no engine and no cache.
 """

@@ -1,1 +1,5 @@
-"""Figures of what came back: summaries, limits, a page. Pure."""
+"""Figures of what came back. Pure.
+
+Enters: records of requests, limits. Leaves: summaries, as `vllm bench serve` names them, and a page. It asks nobody and
+knows no server.
+"""

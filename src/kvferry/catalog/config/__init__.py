@@ -1,1 +1,5 @@
-"""A model's `config.json`, field by field; none of it is trusted."""
+"""A model's `config.json`, field by field.
+
+Enters: JSON that nobody has checked. Leaves: checked values, and the names of fields that nobody knows. It does not
+know what layers make of them.
+"""

@@ -14,8 +14,8 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from kvferry.cli.child_processes import Child
 from kvferry.cli.ray.scaling import METRIC
-from kvferry.cli.up.processes import Child
 from kvferry.errors import FerryError
 from kvferry.http.registration import Side
 from kvferry.system import os_error_text

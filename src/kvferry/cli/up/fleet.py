@@ -9,9 +9,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvferry.cli import console
+from kvferry.cli.child_processes import Child
 from kvferry.cli.server import listening
 from kvferry.cli.up.machine_share import Share
-from kvferry.cli.up.processes import Child
 from kvferry.errors import ConfigurationError
 from kvferry.http.registration import Side
 

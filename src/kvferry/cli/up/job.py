@@ -124,7 +124,7 @@ def _fleet(options: UpOptions, path: str, name: str, logs: Path) -> Fleet | RayF
     if options.place.on == "here":
         return Fleet(started, logs)
     from kvferry.cli.ray.fleet import RayFleet
-    from kvferry.cli.ray.up_settings import settings_of
+    from kvferry.cli.up.ray_settings import settings_of
 
     settings = settings_of(options, started, _serve_words(options, name))
     return RayFleet(settings, options.port, started.ready_s)

@@ -1,6 +1,8 @@
 """vLLM's connector: `"kv_connector": "FerryConnector", "kv_connector_module_path": "kvferry.connectors.vllm"`.
 
-Imported by vLLM in all of its processes; it needs vLLM and nothing of it is needed elsewhere.
+Enters: vLLM's calls of a connector, in its scheduler (`scheduler`) and in its workers (`worker`), and its tensors
+(`description`). Leaves: leases and fetches of an agent per rank, and what vLLM is told of them. vLLM imports it in all
+of its processes; nothing else needs it.
 """
 
 from kvferry.connectors.vllm.features import unsupported

@@ -11,9 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
 from kvferry import Direction, FetchReport
-from kvferry.connectors.buckets import PHASE_BUCKETS_S
 from kvferry.connectors.peer_labels import PeerLabels
 from kvferry.connectors.vllm_middleware.worker_reports import FETCH_OUTCOMES, PREFILL_STARTS, FetchOutcome
+from kvferry.http.histogram_buckets import PHASE_BUCKETS_S
 
 PHASES, FETCHES, MOVED, BEGUN, DECLINED = "phases", "fetches", "moved", "begun", "declined"
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvferry import Reason
-from kvferry.connectors.buckets import BYTES_BUCKETS, PHASE_BUCKETS_S, ROWS_BUCKETS
 from kvferry.connectors.peer_labels import PeerLabels
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.transfer.agent_transfer import ReceivedCache
+from kvferry.http.histogram_buckets import BYTES_BUCKETS, PHASE_BUCKETS_S, ROWS_BUCKETS
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from kvferry.connectors.buckets import PHASE_BUCKETS_S
+from kvferry.http.histogram_buckets import PHASE_BUCKETS_S
 from kvferry.router.commands import Count, Counted
 from kvferry.router.policy.records import Instance
 from kvferry.router.telemetry.series_by_url import SeriesByUrl

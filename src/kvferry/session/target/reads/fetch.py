@@ -187,7 +187,7 @@ class Read:
 class Fetch:
     """One wanted cache. `reads` is empty until every source rank has been met and the route is known.
 
-    `posted_at` is when the first source granted its claim, `landed_at` when the last bytes were there.
+    `granted_at` is when the first source granted its claim, `landed_at` when the last bytes were there.
     `verified` says by what digest.
 
     A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.
@@ -199,7 +199,7 @@ class Fetch:
     failed: bool = False
     reads: dict[PeerKey, Read] = field(default_factory=dict)
     claimed_at: float = 0.0
-    posted_at: float = 0.0
+    granted_at: float = 0.0
     landed_at: float = 0.0
     verified: str = "off"
     first_token: FirstToken | None = None
@@ -212,7 +212,7 @@ class Fetch:
 
     def granted(self, read: Read, now: float) -> None:
         """One of its sources has granted its claim, or has moved the bytes."""
-        self.posted_at = self.posted_at or now
+        self.granted_at = self.granted_at or now
         read.granted_at = now
 
     def key(self, peer: PeerKey) -> ReadKey:
@@ -251,8 +251,8 @@ class Fetch:
             strategy="+".join(sorted({read.strategy for read in self.reads.values()})) or Strategy.DIRECT,
             phases_s={
                 "handshake": self.claimed_at - self.began,
-                "claim": self.posted_at - self.claimed_at,
-                "wire": self.landed_at - self.posted_at,
+                "claim": self.granted_at - self.claimed_at,
+                "wire": self.landed_at - self.granted_at,
                 "verify": now - self.landed_at,
             },
             verified=self.verified,

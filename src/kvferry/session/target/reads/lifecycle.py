@@ -97,7 +97,7 @@ class Reads:
                 yield from self._peers.tell_unneeded(self._peers[key])
         if not fetch.reads:
             # Other ranks of our engine read everything, and tell the sources.
-            fetch.posted_at = fetch.landed_at = now
+            fetch.granted_at = fetch.landed_at = now
             del self._fetches[fetch.request.claim_id]
             yield Fetched(fetch.request.request_id, fetch.report("", "", now))
 

@@ -1,4 +1,4 @@
-"""Child processes of `kvferry up`: started, awaited until they announce themselves, restarted, ended."""
+"""Child processes that run commands of ours: started, awaited until they announce themselves, restarted, ended."""
 
 from __future__ import annotations
 
