@@ -57,6 +57,8 @@ OF_OTHERS = {
     ),
 }
 
+MODULES = {path.name for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")}
+
 
 def exists(name):
     """Whether `kvferry.a.b.c` is a module, or something that the module before it names."""
@@ -87,6 +89,15 @@ def test_every_file_that_is_named_exists(page):
     named = set(re.findall(r"`((?:\w+/)+[\w.]+\.\w+)(?:::\w+)?`", page.read_text()))
     places = (ROOT, SOURCE, SOURCE / "kvferry", ROOT / "tests", ROOT / "benchmarks")
     assert [file for file in sorted(named) if not any((place / file).exists() for place in places)] == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_module_that_is_named_by_its_file_exists(page):
+    """A decision that another one supersedes names what was there."""
+    if "Superseded by" in page.read_text():
+        return
+    named = set(re.findall(r"`(\w+\.py)`", page.read_text()))
+    assert sorted(named - MODULES) == []
 
 
 def codes(page):

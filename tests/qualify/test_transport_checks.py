@@ -184,7 +184,7 @@ def test_too_little_memory_that_may_be_locked_is_a_failure():
 def test_without_nixl_device_memory_is_left_out(monkeypatch):
     monkeypatch.setattr(fetches, "has_nixl", lambda: False)
     monkeypatch.setattr(fetches, "reaches_device", lambda system: True)
-    assert [way.buffer_device for way in fetches.ways("cuda")] == ["cpu"]
+    assert [way.buffer_device for way in fetches.paths("cuda")] == ["cpu"]
     monkeypatch.setattr(device_transports, "has_nixl", lambda: False)
     found = device_transports.run("cuda")
     assert (found.result, found.words.startswith("NIXL is not installed: pip install")) == (Result.SKIPPED, True)
@@ -258,7 +258,7 @@ def test_a_source_that_cannot_start_is_a_failure(once, monkeypatch):
 
 @pytest.mark.parametrize(("rate", "is_slow"), [(4.0, True), (6.0, False)])
 def test_what_auto_takes_must_not_be_far_slower_than_the_best(rate, is_slow):
-    auto, *others = fetches.ways("cpu")
+    auto, *others = fetches.paths("cpu")
     rates = {auto: rate, **dict.fromkeys(others, 1.0), others[0]: 10.0}
     slow = [figure.name for figure in fetches._figures(fetches.Parallel(2, 1), rates) if figure.is_slow]
     assert slow == (["2 to 1, auto, host memory"] if is_slow else [])
@@ -282,4 +282,4 @@ def test_source_ranks_are_on_other_devices_as_far_as_there_are(monkeypatch, num_
 def test_ways_through_device_memory_need_a_ucx_that_reaches_it(monkeypatch, is_reached, names):
     monkeypatch.setattr(fetches, "has_nixl", lambda: True)
     monkeypatch.setattr(fetches, "reaches_device", lambda system: is_reached)
-    assert [way.name.split(", ")[1].split()[0] for way in fetches.ways("xpu")] == names
+    assert [way.name.split(", ")[1].split()[0] for way in fetches.paths("xpu")] == names

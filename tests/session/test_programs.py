@@ -45,8 +45,8 @@ def test_engines_that_differ_in_addresses_alone_share_all_but_those():
         bindings.to(tuple(known), known)
         for known in (met("p0", engine(HEADS, 4, 1)), met("p1", engine(HEADS, 4, 5)), met("p2", engine(HEADS, 3, 7)))
     )
-    assert first.way is second.way
-    assert other.way is not first.way
+    assert first.inbound is second.inbound
+    assert other.inbound is not first.inbound
     starts = [
         [int(section.source[0]) for program in binding.programs.values() for section in program.groups[0].units]
         for binding in (first, second)

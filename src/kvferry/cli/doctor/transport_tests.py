@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 
-from kvferry.errors import FerryError, TransportError
+from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Direction
-from kvferry.testing.transports.peer import PeerProcess
+from kvferry.testing.transports.loopback import measured
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.registry import OPENERS
 from kvferry.transport.selection.candidates import choose, is_worth_testing
 from kvferry.transport.selection.diagnosis import diagnose, local_context
 from kvferry.transport.selection.measurement import Measurement
-from kvferry.transport.selection.probe import PROBE_BYTES
-from kvferry.transport.selection.self_test import measure
-
-SEED = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +36,7 @@ def loopback(say: Callable[[str], None], skipped: Mapping[str, str]) -> Trials:
 
 def _loopback_over(name: str, say: Callable[[str], None]) -> Measurement:
     say(f"trying {name} between two processes of this machine")
-    try:
-        transport = OPENERS[name]("127.0.0.1")
-    except FerryError as error:
-        return Measurement.failed(name, str(error))
-    try:
-        with closing(transport), PeerProcess(name, PROBE_BYTES, SEED) as peer:
-            transport.connect("peer", peer.descriptor)
-            return measure(transport, "peer", peer.probe)
-    except (FerryError, json.JSONDecodeError) as error:
-        return Measurement.failed(name, f"the other process: {error}")
+    return measured(name, OPENERS[name])
 
 
 def _of_one(found: Measurement) -> Iterator[Finding]:

@@ -10,7 +10,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from kvferry import UNKNOWN_PROMPT, UNNAMED, FirstToken, Prompt, PromptName, Reference, RemoteEngine, TokenRange
+from kvferry import (
+    UNKNOWN_PROMPT,
+    UNNAMED,
+    FirstToken,
+    HoldRequest,
+    Prompt,
+    PromptName,
+    Reference,
+    RemoteEngine,
+    TokenRange,
+)
 from kvferry.kv_transfer_params import RemoteCache
 
 Tables = tuple[tuple[int, ...], ...]
@@ -103,14 +113,6 @@ class FetchOrder:
         return replace(self, reference=remote.reference, addresses=remote.addresses)
 
 
-@dataclass(frozen=True, slots=True)
-class HoldOrder:
-    """A cache that will be fetched when its request's turn comes."""
-
-    reference: Reference
-    addresses: tuple[str, ...]
-
-
 @dataclass(slots=True)
 class Orders(KVConnectorMetadata):
     """Everything new of one step. `aborted` are requests whose fetch nobody waits for any more. A step that `is_idle`
@@ -126,7 +128,7 @@ class Orders(KVConnectorMetadata):
     growths: list[GrowthOrder] = field(default_factory=list)
     ended: list[EndOrder] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
-    holds: list[HoldOrder] = field(default_factory=list)
+    holds: list[HoldRequest] = field(default_factory=list)
     fetches: list[FetchOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     is_idle: bool = False

@@ -24,7 +24,7 @@ REPEATS: Final = 9
 PINNED, OWN = "a pinned copy", "a copy on the device"
 
 
-class _Way(NamedTuple):
+class _CopyCase(NamedTuple):
     """Rows between a cache, at every second place of it, and dense memory."""
 
     name: str
@@ -63,34 +63,34 @@ def check(device: TorchDevice) -> Outcome:
     if not total:
         return skipped(NAME, "no memory is free, or the driver does not say how much")
     figures = []
-    for way in _ways(device, total):
+    for case in _cases(device, total):
         for row_bytes in ROW_BYTES:
-            tiles = tiles_of(way.copies(row_bytes))
-            figure = _figure(device, way, row_bytes, tiles)
-            source, target = way.ends
+            tiles = tiles_of(case.copies(row_bytes))
+            figure = _figure(device, case, row_bytes, tiles)
+            source, target = case.ends
             target.zero_()
             source.copy_(torch.randint(0, 256, (len(source),), dtype=torch.uint8, device=source.device))
             device.wait()
             device.copy(tiles)
-            if not way.is_right(row_bytes):
-                return failed(NAME, f"{way.name}, rows of {row_bytes} bytes: wrong bytes")
+            if not case.is_right(row_bytes):
+                return failed(NAME, f"{case.name}, rows of {row_bytes} bytes: wrong bytes")
             figures.append(figure)
     return passed(NAME, f"{total >> 20:,} MiB in rows of {' and '.join(map(str, ROW_BYTES))} bytes", tuple(figures))
 
 
-def _ways(device: TorchDevice, total: int) -> tuple[_Way, ...]:
+def _cases(device: TorchDevice, total: int) -> tuple[_CopyCase, ...]:
     cache, here, host = device.empty(2 * total), device.empty(total), device.pinned(total)
     expected = expected_of(device.kind)
     return (
-        _Way("gather to the host", cache, host, True, PINNED, expected.gather),
-        _Way("scatter from the host", cache, host, False, PINNED, expected.scatter),
-        _Way("gather on the device", cache, here, True, OWN, expected.on_device),
+        _CopyCase("gather to the host", cache, host, True, PINNED, expected.gather),
+        _CopyCase("scatter from the host", cache, host, False, PINNED, expected.scatter),
+        _CopyCase("gather on the device", cache, here, True, OWN, expected.on_device),
     )
 
 
-def _figure(device: TorchDevice, way: _Way, row_bytes: int, tiles: Sequence[Tile]) -> Figure:
-    source, target = way.ends
-    num_bytes = len(way.dense)
+def _figure(device: TorchDevice, case: _CopyCase, row_bytes: int, tiles: Sequence[Tile]) -> Figure:
+    source, target = case.ends
+    num_bytes = len(case.dense)
     taken = device.seconds(
         {
             "limit": lambda: target[:num_bytes].copy_(source[:num_bytes], non_blocking=True),
@@ -99,10 +99,10 @@ def _figure(device: TorchDevice, way: _Way, row_bytes: int, tiles: Sequence[Tile
         REPEATS,
     )
     return Figure(
-        name=f"{way.name}, rows of {row_bytes} bytes",
+        name=f"{case.name}, rows of {row_bytes} bytes",
         gigabytes_per_s=num_bytes / taken["rows"] / 1e9,
         share=taken["limit"] / taken["rows"],
-        of=way.of,
-        expected=way.expected,
-        least=way.expected * TOLERANCE,
+        of=case.of,
+        expected=case.expected,
+        least=case.expected * TOLERANCE,
     )

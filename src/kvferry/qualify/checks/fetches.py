@@ -18,7 +18,7 @@ from kvferry.errors import FerryError, TransportError
 from kvferry.layout import attention
 from kvferry.options import StagingMemory
 from kvferry.qualify.checks.ucx_settings import has_nixl, reaches_device
-from kvferry.qualify.fetching.engine_rank import POISON, EngineRank, Geometry, Way, layouts_of, next_notice
+from kvferry.qualify.fetching.engine_rank import POISON, EngineRank, Geometry, MemoryPath, layouts_of, next_notice
 from kvferry.qualify.fetching.fetch_source import FetchSource, Setup
 from kvferry.qualify.outcome import Figure, Outcome, failed, passed
 from kvferry.qualify.torch_device import TorchDevice, number_of
@@ -47,13 +47,13 @@ class Parallel(NamedTuple):
         return f"{self.source} to {self.target}"
 
 
-def ways(kind: str) -> tuple[Way, ...]:
+def paths(kind: str) -> tuple[MemoryPath, ...]:
     """Through memory of the device where that can be registered, and of the host."""
     if kind == HOST:
-        return tuple(Way(HOST, StagingMemory.HOST, strategy) for strategy in STRATEGIES)
+        return tuple(MemoryPath(HOST, StagingMemory.HOST, strategy) for strategy in STRATEGIES)
     is_reached = has_nixl() and reaches_device(system_facts(kind, kind))
-    on_device = [Way(kind, StagingMemory.DEVICE, strategy) for strategy in STRATEGIES if is_reached]
-    return (*on_device, Way(HOST, StagingMemory.HOST, "auto"))
+    on_device = [MemoryPath(kind, StagingMemory.DEVICE, strategy) for strategy in STRATEGIES if is_reached]
+    return (*on_device, MemoryPath(HOST, StagingMemory.HOST, "auto"))
 
 
 def run(kind: str) -> Outcome:
@@ -75,12 +75,14 @@ def check(device: TorchDevice, geometry: Geometry) -> Outcome:
     try:
         for parallel in pairs:
             with _Target(device, geometry, parallel) as target:
-                found = {way: target.measured(way) for way in ways(device.kind)}
+                found = {path: target.measured(path) for path in paths(device.kind)}
             figures += _figures(
-                parallel, {way: report.num_bytes / seconds / 1e9 for way, (seconds, report) in found.items()}
+                parallel, {path: report.num_bytes / seconds / 1e9 for path, (seconds, report) in found.items()}
             )
-            for way, (_, report) in found.items():
-                facts.append((f"{parallel}, {way.name}", f"{report.strategy} over {report.transport}; {report.choice}"))
+            for path, (_, report) in found.items():
+                facts.append(
+                    (f"{parallel}, {path.name}", f"{report.strategy} over {report.transport}; {report.choice}")
+                )
     except FerryError as error:
         return failed(NAME, str(error))
     words = (
@@ -89,12 +91,12 @@ def check(device: TorchDevice, geometry: Geometry) -> Outcome:
     return passed(NAME, words, tuple(figures), tuple(facts))
 
 
-def _figures(parallel: Parallel, rates: Mapping[Way, float]) -> Iterator[Figure]:
+def _figures(parallel: Parallel, rates: Mapping[MemoryPath, float]) -> Iterator[Figure]:
     """The first has all memory to choose from, and is to choose well."""
     best = max(rates.values())
-    for number, (way, rate) in enumerate(rates.items()):
+    for number, (path, rate) in enumerate(rates.items()):
         expected, least = (0.0, 0.0) if number else (1.0, LEAST_SHARE)
-        yield Figure(f"{parallel}, {way.name}", rate, rate / best, "the fastest way", expected, least)
+        yield Figure(f"{parallel}, {path.name}", rate, rate / best, "the fastest way", expected, least)
 
 
 class _Target:
@@ -104,7 +106,7 @@ class _Target:
         self._device, self._geometry, self._parallel = device, geometry, parallel
         self._epoch = new_epoch()
         self._stack, self._numbers = ExitStack(), count()
-        self._memories = tuple(dict.fromkeys((way.buffer_device, way.staging.value) for way in ways(device.kind)))
+        self._memories = tuple(dict.fromkeys((path.buffer_device, path.staging.value) for path in paths(device.kind)))
         parts = [
             geometry.logical(geometry.contents(parallel.source, rank), geometry.table("source"))
             for rank in range(parallel.source)
@@ -129,22 +131,22 @@ class _Target:
             number = (rank + 1) % num_devices
             yield Setup(kind, number, epoch, rank, self._parallel.source, self._geometry, self._memories)
 
-    def measured(self, way: Way) -> tuple[float, FetchReport]:
+    def measured(self, path: MemoryPath) -> tuple[float, FetchReport]:
         """The median time from `Agent.fetch` to `Fetched`, and the report of the last one. Raises TransportError when
         bytes are wrong, or none come."""
         notices: SimpleQueue[Notice] = SimpleQueue()
         config = AgentConfig(f"target-{next(self._numbers)}", self._epoch, self._parallel.target - 1)
         found = []
-        with self._rank.open(config, way, notices) as agent:
+        with self._rank.open(config, path, notices) as agent:
             for _ in range(1 + REPEATS):
                 self._rank.fill(POISON)
-                found.append(self._fetched(agent, way, notices))
-                self._check(way)
+                found.append(self._fetched(agent, path, notices))
+                self._check(path)
         # The first has met its peers.
         return statistics.median(seconds for seconds, _ in found[1:]), found[-1][1]
 
-    def _fetched(self, agent: Agent, way: Way, notices: SimpleQueue[Notice]) -> tuple[float, FetchReport]:
-        number = self._memories.index((way.buffer_device, way.staging.value))
+    def _fetched(self, agent: Agent, path: MemoryPath, notices: SimpleQueue[Notice]) -> tuple[float, FetchReport]:
+        number = self._memories.index((path.buffer_device, path.staging.value))
         request_id, lease_id = f"r{next(self._numbers)}", new_lease_id()
         references = [source.lease(number, request_id, lease_id) for source in self._sources]
         addresses = tuple(source.addresses[number] for source in self._sources)
@@ -155,17 +157,17 @@ class _Target:
         notice = next_notice(notices)
         taken = time.perf_counter() - began
         if not isinstance(notice, Fetched):
-            raise TransportError(f"{way.name}: the cache did not arrive", found=str(notice))
+            raise TransportError(f"{path.name}: the cache did not arrive", found=str(notice))
         for source in self._sources:
             source.withdraw(number, request_id)
         return taken, notice.report
 
-    def _check(self, way: Way) -> None:
+    def _check(self, path: MemoryPath) -> None:
         """Every wanted element is right, and nothing else has been touched."""
         memory, table = self._rank.memory.cpu().numpy().copy(), self._geometry.table("target")
         there = self._geometry.logical(memory, table)
         if not np.array_equal(there, self._expected):
-            raise TransportError(f"{way.name}: {int((there != self._expected).sum()):,} elements are wrong")
+            raise TransportError(f"{path.name}: {int((there != self._expected).sum()):,} elements are wrong")
         others = tuple(set(range(self._geometry.num_blocks)) - set(table))
         if (self._geometry.logical(memory, others) != POISON * 257).any():
-            raise TransportError(f"{way.name}: blocks of others were touched")
+            raise TransportError(f"{path.name}: blocks of others were touched")

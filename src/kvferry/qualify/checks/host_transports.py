@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from typing import Final
 
-from kvferry.errors import FerryError
 from kvferry.plan.programs.copies import Direction
 from kvferry.qualify.outcome import Figure, Outcome, failed, passed
-from kvferry.testing.transports.peer import PeerProcess
+from kvferry.testing.transports.loopback import measured
 from kvferry.transport.base import Transport
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.memory_kind import HOST
 from kvferry.transport.registry import OPENERS
 from kvferry.transport.selection.measurement import Measurement
-from kvferry.transport.selection.probe import PROBE_BYTES
-from kvferry.transport.selection.self_test import measure
 from kvferry.transport.ucx.environment import prepare
 
 NAME: Final = "transports in host memory"
-SEED: Final = 7
-PEER: Final = "peer"
 WRONG: Final = "bytes are wrong"
 
 
@@ -34,7 +27,7 @@ def run(kind: str) -> Outcome:
 
 def check(openers: Mapping[str, Callable[[str], Transport]]) -> Outcome:
     """The self-test of each, as engines do it. One that cannot be used is no failure while another can."""
-    found = [_tested(name, opener) for name, opener in openers.items()]
+    found = [measured(name, opener) for name, opener in openers.items()]
     working = [each for each in found if not each.error]
     unusable = [f"{each.name} does not work: {each.error}" for each in found if each.error]
     if not working:
@@ -43,15 +36,6 @@ def check(openers: Mapping[str, Callable[[str], Transport]]) -> Outcome:
         return failed(NAME, "; ".join(wrong))
     figures = tuple(_figure(each, direction) for each in working for direction in Direction)
     return passed(NAME, "; ".join([f"{len(working)} of {len(found)} move every byte", *unusable]), figures)
-
-
-def _tested(name: str, opener: Callable[[str], Transport]) -> Measurement:
-    try:
-        with closing(opener("127.0.0.1")) as transport, PeerProcess(name, PROBE_BYTES, SEED) as peer:
-            transport.connect(PEER, peer.descriptor)
-            return measure(transport, PEER, peer.probe)
-    except (FerryError, json.JSONDecodeError) as error:
-        return Measurement.failed(name, str(error))
 
 
 def _figure(found: Measurement, direction: Direction) -> Figure:

@@ -27,7 +27,7 @@ POISON: Final = 0xA5
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class MemoryPath:
     """How bytes get from one cache to another: whose memory transports register, where staging memory lies, and the
     strategy."""
 
@@ -90,10 +90,10 @@ class EngineRank:
             self.memory = device.empty(num_bytes)
         self._layouts = layouts_at(self.memory.data_ptr())
 
-    def open(self, config: AgentConfig, way: Way, notices: SimpleQueue[Notice]) -> Agent:
+    def open(self, config: AgentConfig, path: MemoryPath, notices: SimpleQueue[Notice]) -> Agent:
         """An agent over the cache, which is to be entered, and closed before this. Raises what `open_agent` does."""
-        config = replace(config, timing=TIMING, staging=staging_named(way.strategy))
-        return open_agent(config, self._cache(way), notices.put)
+        config = replace(config, timing=TIMING, staging=staging_named(path.strategy))
+        return open_agent(config, self._cache(path), notices.put)
 
     def fill(self, contents: NDArray[np.uint8] | int) -> None:
         """With bytes, or one byte everywhere."""
@@ -107,9 +107,9 @@ class EngineRank:
         """Free the memory."""
         self._closing.close()
 
-    def _cache(self, way: Way) -> Cache:
+    def _cache(self, path: MemoryPath) -> Cache:
         memory = Memory(self.memory.data_ptr(), len(self.memory), self._shared_fd)
-        return cache_device(self._device.torch, way.buffer_device, way.staging).cache(self._layouts, (memory,))
+        return cache_device(self._device.torch, path.buffer_device, path.staging).cache(self._layouts, (memory,))
 
 
 def next_notice(notices: SimpleQueue[Notice]) -> Notice:

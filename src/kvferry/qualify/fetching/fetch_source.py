@@ -16,7 +16,7 @@ import msgspec
 
 from kvferry import Agent, AgentConfig, LeaseRequest, Notice
 from kvferry.options import StagingMemory
-from kvferry.qualify.fetching.engine_rank import EngineRank, Geometry, Way, layouts_of, next_notice
+from kvferry.qualify.fetching.engine_rank import EngineRank, Geometry, MemoryPath, layouts_of, next_notice
 from kvferry.qualify.torch_device import TorchDevice
 from kvferry.testing.child_process import ChildProcess
 from kvferry.wire.messages import Reference
@@ -81,8 +81,8 @@ def main() -> None:
         agents, notices = [], SimpleQueue[Notice]()
         for number, (buffer_device, staging) in enumerate(setup.memories):
             config = AgentConfig(f"source-{number}", setup.epoch, setup.rank)
-            way = Way(buffer_device, StagingMemory(staging), "auto")
-            agents.append(stack.enter_context(rank.open(config, way, notices)))
+            path = MemoryPath(buffer_device, StagingMemory(staging), "auto")
+            agents.append(stack.enter_context(rank.open(config, path, notices)))
         _say([agent.address for agent in agents])
         for line in sys.stdin:
             _say(_carried_out(msgspec.json.decode(line, type=Order), agents, notices, geometry))

@@ -195,7 +195,7 @@ NAMESPACE = re.compile(r"(?=.{1,63}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
 def check_selection(selection: PodSelection) -> PodSelection:
-    """What no API server would take. Raises ConfigurationError; of the selector, the server itself is the judge."""
+    """What no API server would take. Raises ConfigurationError; the selector is checked by the server itself."""
     if not selection.selector.strip():
         expected = "labels, such as app.kubernetes.io/instance=kvferry"
         raise ConfigurationError("--kubernetes-selector is empty", found=repr(selection.selector), expected=expected)

@@ -14,7 +14,7 @@ AT_ONCE = -math.inf
 
 
 class ProbeRequests:
-    """Instances that are to be probed whatever their time: those that are new, or that traffic has doubts about."""
+    """Instances that are to be probed whatever their time: those that are new, or whose requests fail."""
 
     def __init__(self) -> None:
         self.are_there = asyncio.Event()

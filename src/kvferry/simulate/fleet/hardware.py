@@ -83,7 +83,7 @@ class Hardware:
         yield self._env.all_of([self._env.process(replace()) for _ in range(incident.at_once)])
 
     def _replace(self, engine: Engine) -> Process:
-        """Drain it, end it, and start it anew. A host that dies meanwhile has another story."""
+        """Drain it, end it, and start it anew, unless its host dies meanwhile."""
         engine.state = EngineState.DRAINING
         notice_s = min(self._times.notice_s, self._times.drain_s)
         yield self._env.timeout(notice_s)

@@ -6,7 +6,7 @@ from kvferry.plan.description.layout import Layout
 from kvferry.plan.programs.program import Program
 from kvferry.session.source.session import SourceSession
 from kvferry.session.source.targets import Targets
-from kvferry.session.target.peers.bindings import Bindings, Way
+from kvferry.session.target.peers.bindings import Bindings, InboundRoute
 from kvferry.session.target.session import TargetSession
 from kvferry.wire.messages import TargetOffer
 from simulator.state.programs import Layouts, programs_between
@@ -27,6 +27,6 @@ class _SharedTargets(Targets):
 
 
 class _SharedBindings(Bindings):
-    def _planned(self, sources: list[Layout], names: tuple[str, ...]) -> tuple[Way, dict[int, Program]]:
+    def _planned(self, sources: list[Layout], names: tuple[str, ...]) -> tuple[InboundRoute, dict[int, Program]]:
         found, programs = programs_between(tuple(sources), self._layouts, self._rank)
-        return self._way(found, programs), programs
+        return self._inbound_route(found, programs), programs

@@ -16,9 +16,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
-from kvferry import Reason, Reference, TokenRange, new_lease_id
+from kvferry import HoldRequest, Reason, Reference, TokenRange, new_lease_id
 from kvferry.connectors.vllm.description.groups import forgets, may_grow
-from kvferry.connectors.vllm.metadata import FetchOrder, HoldOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
+from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
 from kvferry.connectors.vllm.scheduler.early_leases import Promised
 from kvferry.connectors.vllm.scheduler.expected_prompts import Expected
 from kvferry.connectors.vllm.scheduler.first_token import first_token_of
@@ -90,7 +90,7 @@ class Scheduler:
         self._readers.arrive(request_id, remote.reference)
         if not remote.is_located:
             return  # A room's engine is asked for when there are blocks.
-        self._orders.holds.append(HoldOrder(remote.reference, remote.addresses))
+        self._orders.holds.append(HoldRequest(remote.reference, remote.addresses))
 
     def _shorten(self, request: Request) -> None:
         """Let a prefill stop before its last token where the decode side could not go on from behind it.

@@ -25,7 +25,6 @@ from kvferry import (
     Agent,
     AgentStopped,
     FetchRequest,
-    HoldRequest,
     LeaseEnded,
     LeaseRequest,
     Located,
@@ -173,7 +172,7 @@ class Worker:
             self._lease(lease)
         self._withdrawn_names.clear()
         for hold in orders.holds:
-            self._ours().agent.hold(HoldRequest(hold.reference, hold.addresses))
+            self._ours().agent.hold(hold)
         for fetch in orders.fetches:
             self._fetch(fetch)
         for request_id in orders.aborted:

@@ -24,7 +24,7 @@ A_PROMPT = TokenRange(0, 4096)
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class InboundRoute:
     """From the ranks of a source engine to this target rank, whatever their addresses: equal engines share it.
 
     By source rank, `templates` is what can be digested of each, and `fan_in` how many times as much comes from all of
@@ -45,7 +45,7 @@ class Binding:
     """
 
     peers: tuple[PeerKey, ...]
-    way: Way
+    inbound: InboundRoute
     programs: dict[PeerKey, Program]
     layouts: dict[PeerKey, Layout]
     unreadable: str
@@ -61,15 +61,15 @@ class Binding:
         is_empty = self.unreadable or not request.num_tokens
         if is_empty:
             return NOTHING
-        return subject_of(self.way.templates[self.peers.index(peer)], request.ranges, policy, seed)
+        return subject_of(self.inbound.templates[self.peers.index(peer)], request.ranges, policy, seed)
 
     def fan_in(self, peer: PeerKey) -> float:
         """How many times as much comes from all source ranks as from this one."""
-        return self.way.fan_in[self.peers.index(peer)]
+        return self.inbound.fan_in[self.peers.index(peer)]
 
     def readers_of(self, peer: PeerKey) -> tuple[int, ...]:
         """All ranks of the target engine that read a source rank: its lease waits for exactly these."""
-        return self.way.route.targets_of(self.peers.index(peer))
+        return self.inbound.route.targets_of(self.peers.index(peer))
 
 
 class Bindings:
@@ -80,7 +80,7 @@ class Bindings:
         self._rank = rank
         self._known: dict[tuple[PeerKey, ...], Binding] = {}
         # By what their layouts are called.
-        self._ways: WeakValueDictionary[tuple[str, ...], Way] = WeakValueDictionary()
+        self._inbound: WeakValueDictionary[tuple[str, ...], InboundRoute] = WeakValueDictionary()
 
     def to(self, peers: tuple[PeerKey, ...], handshakes: Handshakes) -> Binding:
         """The binding to peers that are all ready.
@@ -98,25 +98,25 @@ class Bindings:
         self._known = {peers: binding for peers, binding in self._known.items() if peer not in peers}
 
     def _bind(self, peers: tuple[PeerKey, ...], sources: list[Layout], names: tuple[str, ...]) -> Binding:
-        way, programs = self._planned(sources, names)
+        inbound, programs = self._planned(sources, names)
         kinds = {region.kind for layout in (self._layouts[self._rank], *sources) for region in layout.regions}
         named = {peers[source]: program for source, program in programs.items()}
         layouts = dict(zip(peers, sources, strict=True))
-        return Binding(peers, way, named, layouts, ", ".join(sorted(kinds - READABLE_KINDS)))
+        return Binding(peers, inbound, named, layouts, ", ".join(sorted(kinds - READABLE_KINDS)))
 
-    def _planned(self, sources: list[Layout], names: tuple[str, ...]) -> tuple[Way, dict[int, Program]]:
-        own, known = self._layouts[self._rank], self._ways.get(names)
+    def _planned(self, sources: list[Layout], names: tuple[str, ...]) -> tuple[InboundRoute, dict[int, Program]]:
+        own, known = self._layouts[self._rank], self._inbound.get(names)
         found = known.route if known else route(sources, self._layouts)
         programs = {
             source: bind(found.between(source, self._rank), sources[source], own)
             for source in found.sources_of(self._rank)
         }
-        return known or self._ways.setdefault(names, self._way(found, programs)), programs
+        return known or self._inbound.setdefault(names, self._inbound_route(found, programs)), programs
 
-    def _way(self, found: Route, programs: Mapping[int, Program]) -> Way:
+    def _inbound_route(self, found: Route, programs: Mapping[int, Program]) -> InboundRoute:
         own = self._layouts[self._rank]
         templates = {source: templates_of(found.between(source, self._rank), own) for source in programs}
-        return Way(found, templates, _fan_in(programs, len(own.groups)))
+        return InboundRoute(found, templates, _fan_in(programs, len(own.groups)))
 
 
 def _fan_in(programs: Mapping[int, Program], num_groups: int) -> dict[int, float]:
