@@ -18,7 +18,7 @@ from kvferry.connectors.vllm_middleware.request_names import names_of
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes
 from kvferry.connectors.vllm_middleware.workers import Workers
 from kvferry.kv_transfer_params import room_names, room_params, to_params
-from kvferry.router.flow.engine_response import lost_cache
+from kvferry.router.answers.engine_response import lost_cache
 from kvferry.router.telemetry.request_timing import told_phases
 from kvferry.wire.messages import Reference
 

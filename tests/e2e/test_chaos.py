@@ -283,7 +283,7 @@ def test_a_client_that_leaves_during_prefill(site):
 def test_a_client_that_leaves_between_prefill_and_decode(site):
     """The cache is computed and nobody has claimed it: the router tells the prefill engine that nobody will."""
     with site.d.stopped():
-        answered = 'kvferry_engine_requests_total{leg="prefill",status="200"}'
+        answered = 'kvferry_engine_requests_total{role="prefill",status="200"}'
         before = metric(site.p.url, answered)
         releases = metric(site.router.url, RELEASES.format("client_left"))
         asking = Asking(site.router.url, {"prompt": prompt_of(300, seed=12), "max_tokens": 3})

@@ -40,4 +40,4 @@ def test_an_engine_counts_who_shows_no_key(start, tiny_model):
     url = start("engine", "serve", "--port", "0", "--model", str(tiny_model), "--api-key", "secret")[1]["url"]
     assert asked(f"{url}/v1/completions", x_request_id="lost-1") == (401, "lost-1")
     assert asked(f"{url}/v1/completions", authorization="Bearer secret", x_request_id="a") == (400, "a")
-    assert 'kvferry_engine_requests_total{leg="refused",status="401"} 1.0' in metrics(url)
+    assert 'kvferry_engine_requests_total{role="refused",status="401"} 1.0' in metrics(url)

@@ -90,7 +90,7 @@ def test_models_health_and_metrics(decoder: Served) -> None:
     assert decoder.metric("kvferry_engine_tokens_computed_total") == before + 3
     assert decoder.metric('kvferry_engine_blocks{state="granted"}') == 0
     assert decoder.metric('kvferry_engine_blocks{state="capacity"}') == 200
-    assert decoder.metric('kvferry_engine_requests_total{leg="whole",status="200"}') >= 1
+    assert decoder.metric('kvferry_engine_requests_total{role="whole",status="200"}') >= 1
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [PROMPT], "IDS", ["IDS"]])
@@ -238,7 +238,7 @@ def test_a_client_that_leaves_ends_its_request(loop: Loop, decoder: Served, stre
     """`expect_empty` of the fixture waits until nothing is left, long before 4000 tokens could be answered."""
     fields = {"prompt": "a", "max_tokens": 4000, "stream": stream, "n": num_choices}
     path, body = COMPLETIONS, json.dumps(fields)
-    left = 'kvferry_engine_requests_total{leg="whole",status="499"}'
+    left = 'kvferry_engine_requests_total{role="whole",status="499"}'
     before = decoder.metric(left)
     with socket.create_connection(("127.0.0.1", decoder.port)) as connection:
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
@@ -442,7 +442,7 @@ def test_a_stream_that_breaks_off_is_not_counted_as_a_good_one(decoder: Served) 
     words = (letter for letter in "qzxjkvw" if len(tokenizer(letter * 2, add_special_tokens=False)["input_ids"]) == 2)
     letter = next(words)
     (token_id,) = set(tokenizer(letter * 2, add_special_tokens=False)["input_ids"])
-    names = [f'kvferry_engine_requests_total{{leg="whole",status="{status}"}}' for status in (200, 400)]
+    names = [f'kvferry_engine_requests_total{{role="whole",status="{status}"}}' for status in (200, 400)]
     before = [decoder.metric(name) for name in names]
     body = {"prompt": [5, 6, 7], "max_tokens": 4, "stream": True}
     status, text = decoder.raw(COMPLETIONS, body | {"allowed_token_ids": [token_id], "bad_words": [letter * 2]})

@@ -13,11 +13,11 @@ from aiohttp import web
 from router_harness import cluster, decode_engine, decoding, failing, hanging, prefill_engine, prefilling, resetting
 from sglang_stubs import Rooms, sglang_decode, sglang_prefill
 
+from kvferry.router.answers.engine_response import known_reason
 from kvferry.router.events import PREFILL_LOST, PREFILL_REFUSED, TOO_LATE, Answered, Ended, Failed, Opened
 from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.instance_pool import KIND_BREAKER, MAX_KINDS, PAIR_BREAKER, InstancePool
-from kvferry.router.flow.engine_response import known_reason
 from kvferry.router.flow.outcomes import FailureAttribution, OutcomeRecorder, UnattributedFailure
 from kvferry.router.policy.records import Instance, RequestCost, Role
 from kvferry.router.request.client_request import Endpoint, parse_request

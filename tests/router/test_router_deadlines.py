@@ -12,9 +12,9 @@ import pytest
 from router_harness import ONE, STREAM, cluster, decode_engine, hanging, prefill_engine, stalling
 
 from kvferry.errors import RequestError
+from kvferry.router.answers.answer_format import CHAT
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Promised
 from kvferry.router.fleet.instance import INSTANCE_BREAKER, OpenRequests
-from kvferry.router.flow.answer_format import CHAT
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import decode_headers, timeout_of

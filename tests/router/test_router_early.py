@@ -31,15 +31,15 @@ from router_harness import (
 from test_router_flow import D0, P0, REQUEST, failed, pick, play
 from test_router_release import OURS, PARAMS, released
 
+from kvferry.router.answers.answer_format import CHAT
+from kvferry.router.answers.engine_response import promised_cache, stream_failure
 from kvferry.router.commands import Cancel, Forward, Relay, Send
 from kvferry.router.config import PrefillFallback
 from kvferry.router.events import PREFILL_LOST, TOO_LATE, Answered, Began, ClientGone, Failed, Opened, Picked, Promised
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.instance_pool import KIND_BREAKER
 from kvferry.router.flow import dispatcher, early_prefill
-from kvferry.router.flow.answer_format import CHAT
 from kvferry.router.flow.early_prefill import EarlyPrefill
-from kvferry.router.flow.engine_response import promised_cache, stream_failure
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.state_machine import Flow
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest

@@ -6,9 +6,9 @@ import pytest
 from aiohttp import web
 from router_harness import answer, cluster, decode_engine, failing, prefill_engine, prefilling
 
+from kvferry.router.answers.refusals import PREFILL_UNAVAILABLE
 from kvferry.router.config import PolicySettings, PrefillFallback
 from kvferry.router.fleet.instance_pool import KIND_BREAKER
-from kvferry.router.flow.refusals import PREFILL_UNAVAILABLE
 from kvferry.router.policy.records import Limits, NoInstance, Role, SkipPrefill, UseInstance
 
 PLAIN = {"prompt": "a"}

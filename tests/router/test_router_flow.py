@@ -7,6 +7,7 @@ import json
 import pytest
 
 from kvferry.errors import IllegalEventError
+from kvferry.router.answers.engine_response import lost_cache
 from kvferry.router.commands import (
     Cancel,
     Count,
@@ -23,7 +24,6 @@ from kvferry.router.commands import (
 from kvferry.router.config import PrefillFallback
 from kvferry.router.events import TOO_LATE, Answered, Began, ClientGone, Ended, Failed, Opened, Path, Picked
 from kvferry.router.flow.attempts import MAX_GONE
-from kvferry.router.flow.engine_response import lost_cache
 from kvferry.router.flow.state_machine import TRANSITIONS, Flow, State
 from kvferry.router.policy.records import Instance, NoInstance, Overloaded, Role, SkipPrefill
 from kvferry.router.request.client_request import Endpoint, decode_body, parse_request, prefill_body

@@ -21,9 +21,9 @@ from router_harness import (
     streaming,
 )
 
+from kvferry.router.answers.engine_response import streamed_error
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER
-from kvferry.router.flow.engine_response import streamed_error
 from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.prompt_cost import cost_of
 

@@ -3,8 +3,8 @@
 import pytest
 
 from kvferry.http.request_fields import Endpoint
+from kvferry.router.answers.answer_format import ANSWER_FORMATS
 from kvferry.router.events import ClientGone, Ended, Failed
-from kvferry.router.flow.answer_format import ANSWER_FORMATS
 from kvferry.router.flow.relay import Relay
 
 TOKEN, LAST = b'data: {"choices": []}\n\n', b"data: [DONE]\n\n"

@@ -23,9 +23,9 @@ from router_harness import (
 )
 
 from kvferry.http.request_fields import Endpoint
-from kvferry.router.flow.answer_format import MESSAGES as ANSWER_OF_MESSAGES
-from kvferry.router.flow.answer_format import RESPONSES as ANSWER
-from kvferry.router.flow.answer_format import UsageEvents
+from kvferry.router.answers.answer_format import MESSAGES as ANSWER_OF_MESSAGES
+from kvferry.router.answers.answer_format import RESPONSES as ANSWER
+from kvferry.router.answers.answer_format import UsageEvents
 from kvferry.router.request.client_request import (
     first_token_body,
     parse_request,

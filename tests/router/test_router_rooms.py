@@ -32,6 +32,8 @@ from sglang_stubs import NO_ROOM, USAGE, Rooms, room_fields, sglang_decode, sgla
 from test_router_flow import D0, D1, P0, P1, RAW, REQUEST, failed, fallback, pick, pick_alone, play, retry
 
 from kvferry.kv_transfer_params import MAX_ROOM
+from kvferry.router.answers.answer_format import CHAT
+from kvferry.router.answers.refusals import pair_failed
 from kvferry.router.commands import Cancel, Count, Counted, Forward, Pick, Refuse, Relay, Send, Start
 from kvferry.router.config import PrefillFallback
 from kvferry.router.events import (
@@ -55,9 +57,7 @@ from kvferry.router.fleet.instance import OpenRequests, Origin
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.fleet.rooms import room_between
 from kvferry.router.fleet.sglang_info import sglang_info
-from kvferry.router.flow.answer_format import CHAT
 from kvferry.router.flow.attempts import MAX_GONE
-from kvferry.router.flow.refusals import pair_failed
 from kvferry.router.flow.state_machine import Flow, State
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
 from kvferry.router.policy.prefill_threshold import skip

@@ -19,7 +19,7 @@ from router_harness import (
     streaming,
 )
 
-from kvferry.router.flow.answer_format import CHAT, MAX_EVENT_BYTES, MESSAGES, RESPONSES, UsageEvents
+from kvferry.router.answers.answer_format import CHAT, MAX_EVENT_BYTES, MESSAGES, RESPONSES, UsageEvents
 
 
 def usage_of(cached, **extra) -> dict:

@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.http.request_fields import Endpoint
-from kvferry.router.flow.answer_format import ANSWER_FORMATS, StreamEnd
+from kvferry.router.answers.answer_format import ANSWER_FORMATS, StreamEnd
 
 CHUNK = b'data: {"choices": [{"text": "data: [DONE]\\n\\n"}]}'
 COMPLETED = b'event: response.completed\ndata: {"response": "' + b"x" * 200 + b'"}'

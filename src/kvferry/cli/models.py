@@ -16,8 +16,7 @@ MADE_HERE = (TINY, GEMMA)
 
 
 def resolve(model: str) -> tuple[str, str]:
-    """The path or hub name to load and the name to serve it under; makes the tiny model and the one of the extra `demo`
-    when they are not there yet. Raises ConfigurationError."""
+    """What to load, and the name to serve it under; makes the models that are made here. Raises ConfigurationError."""
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise ConfigurationError(
             f"cannot load the model {model!r}",

@@ -173,8 +173,7 @@ class TransportManager:
         completions = {name: transport.poll() for name, transport in self._transports.items()}
         for name, completed in completions.items():
             for completion in completed:
-                key = self._keys.pop((name, completion.ticket), None)
-                if key is not None:
+                if key := self._keys.pop((name, completion.ticket), None):
                     ended = self._open.pop(key)
                     self.moved_bytes[ended.direction] += 0 if completion.error else ended.num_bytes
                     events.append(TicketEnded(key, completion.error))

@@ -79,10 +79,13 @@ class Fleet:
         # The router comes last; to say only then that its port is taken would be unkind.
         listening.listen(HOST, options.port).close()
         # One by one into the list: what has been started is ended, whatever happens.
-        for number in range(options.num_prefill):
-            self._children.append(self._engine(Side.PREFILL, number, options.prefill_block_tokens))
-        for number in range(options.num_decode):
-            self._children.append(self._engine(Side.DECODE, number, options.decode_block_tokens))
+        prefill = (Side.PREFILL, options.num_prefill, options.prefill_block_tokens)
+        for side, num_engines, block_tokens in (
+            prefill,
+            (Side.DECODE, options.num_decode, options.decode_block_tokens),
+        ):
+            for number in range(num_engines):
+                self._children.append(self._engine(side, number, block_tokens))
         deadline = time.monotonic() + options.ready_s
         urls = [self._await(child, deadline) for child in self._children]
         self.prefill_urls = tuple(urls[: options.num_prefill])

@@ -44,7 +44,7 @@ class Metrics:
 
     def __init__(self, engine: Engine, is_ready: Callable[[], bool]) -> None:
         self.registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Requests by leg and HTTP status.", "leg", "status")
+        self._requests = self._counter("requests", "Requests by role and HTTP status.", "role", "status")
         self._computed = self._counter("tokens_computed", "Prompt tokens computed here.")
         self._received = self._counter("tokens_received", "Prompt tokens whose cache came from another engine.")
         self._generated = self._counter("tokens_generated", "Generated tokens.")
@@ -67,8 +67,8 @@ class Metrics:
         ready = Gauge("kvferry_engine_ready", "1 if the engine accepts requests.", registry=self.registry)
         ready.set_function(is_ready)
 
-    def count_request(self, leg: str, status: int) -> None:
-        self._requests.labels(leg, str(status)).inc()
+    def count_request(self, role: str, status: int) -> None:
+        self._requests.labels(role, str(status)).inc()
 
     def count_failure(self, reason: str, seconds: float) -> None:
         """A transfer was given up after so long, its time in the queue included. Whose it was is what a client said, so

@@ -13,8 +13,7 @@ from kvferry.router.policy.records import Instance
 
 
 def room_between(prefill: Instance, info: EngineInfo, decode: EngineInfo, number: int) -> Room | None:
-    """The room of this number at a prefill instance; `info` and `decode` are what the two say of themselves. None where
-    the cache goes by a reference."""
+    """The room of this number at a prefill instance, by what the two say of themselves; None if a reference travels."""
     if handover_between(info, decode) is not Handover.ROOM:
         return None
     host, port = info.bootstrap_host or urlsplit(prefill.url).hostname or "", info.bootstrap_port

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvferry.kv_transfer_params import MAX_ROOM
+from kvferry.router.answers.answer_format import ANSWER_FORMATS
 from kvferry.router.commands import Count, Counted, Pick, Send, Start
 from kvferry.router.events import (
     PREFILL_GONE,
@@ -26,7 +27,6 @@ from kvferry.router.events import (
 from kvferry.router.fleet.engine_info import Handover
 from kvferry.router.fleet.instance import Reservation
 from kvferry.router.fleet.rooms import room_between
-from kvferry.router.flow.answer_format import ANSWER_FORMATS
 from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import EarlyPrefill, PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder
@@ -150,14 +150,11 @@ class Dispatcher:
         if command.what is Counted.UPSTREAM_ERROR:
             request = next(one for one in reversed(self._sent) if one.instance.role is command.role)
             self._services.metrics.instance_error(request.instance, command.reason)
+            # What was ended by us was ended for that reason.
+            trouble = "" if command.reason in (PREFILL_LOST, PREFILL_GONE) else request.trouble
             logger.warning(
                 "request %s: the %s request to %s failed: %s%s",
-                self._call.request_id,
-                command.role,
-                request.instance.url,
-                command.reason,
-                # It was ended by us, for that reason.
-                "" if command.reason in (PREFILL_LOST, PREFILL_GONE) else request.trouble,
+                *(self._call.request_id, command.role, request.instance.url, command.reason, trouble),
                 extra={"request_id": self._call.request_id},
             )
 
@@ -208,8 +205,7 @@ class Dispatcher:
         return Picked(instance, is_early=is_early, room=room)
 
     def _early_ended(self, hears: Callable[[Reservation, Event], str], request: UpstreamRequest, event: Event) -> None:
-        """A prefill beside decode has ended by itself. If it has failed, nobody need wait until decode has found that
-        out."""
+        """A prefill beside decode has ended by itself. If it has failed, nobody waits until decode finds that out."""
         self._usage.early = None
         if isinstance(event, Ended):
             self._usage.cached_tokens = request.cached_tokens

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.http.request_fields import DecodeOnlyReason
+from kvferry.router.answers.engine_response import known_reason, lost_cache
 from kvferry.router.events import (
     INSTANCE_DOWN,
     PREFILL_GONE,
@@ -21,7 +22,6 @@ from kvferry.router.events import (
 from kvferry.router.fleet.circuit_breaker import Trial
 from kvferry.router.fleet.instance import Reservation
 from kvferry.router.fleet.instance_pool import InstancePool
-from kvferry.router.flow.engine_response import known_reason, lost_cache
 from kvferry.router.policy.records import Instance, Pair, RequestCost, Role, pair_of
 from kvferry.router.request.headers import Headers
 from kvferry.router.request.request_kind import RequestKind

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kvferry.router.answers.answer_format import AnswerFormat, StreamEnd, UsageEvents
 from kvferry.router.events import ClientGone, Ended, Event, Failed
-from kvferry.router.flow.answer_format import AnswerFormat, StreamEnd, UsageEvents
 from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import PrefillUsage
 from kvferry.router.flow.outcomes import OutcomeRecorder

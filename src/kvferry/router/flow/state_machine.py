@@ -30,12 +30,12 @@ from typing import Any
 
 from kvferry.errors import IllegalEventError
 from kvferry.router import commands, events
+from kvferry.router.answers import refusals
+from kvferry.router.answers.engine_response import can_be_released, kept_cache, lost_cache
 from kvferry.router.commands import Command, Count, Counted
 from kvferry.router.config import PrefillFallback
 from kvferry.router.events import Event, Path, Room
-from kvferry.router.flow import refusals
 from kvferry.router.flow.attempts import Attempts
-from kvferry.router.flow.engine_response import can_be_released, kept_cache, lost_cache
 from kvferry.router.policy.records import Instance, NoInstance, Overloaded, Role, SkipPrefill
 from kvferry.router.request.client_request import (
     ClientRequest,

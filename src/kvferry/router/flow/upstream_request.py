@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from kvferry.errors import PeerError
 from kvferry.http.client_errors import client_error_text
+from kvferry.router.answers.answer_format import AnswerFormat
+from kvferry.router.answers.engine_response import promised_cache, stream_failure, streamed_error
 from kvferry.router.events import INSTANCE_DOWN, NOT_WANTED, TOO_LATE, Answered, Ended, Failed, Opened, Promised
 from kvferry.router.fleet.instance import Reservation
-from kvferry.router.flow.answer_format import AnswerFormat
-from kvferry.router.flow.engine_response import promised_cache, stream_failure, streamed_error
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services

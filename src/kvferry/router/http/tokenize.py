@@ -10,9 +10,9 @@ from enum import StrEnum
 import msgspec
 
 from kvferry.http.anthropic import error_for
+from kvferry.router.answers.refusals import refusal
 from kvferry.router.commands import Count, Counted
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE
-from kvferry.router.flow.refusals import refusal
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.headers import response_headers, with_length
 from kvferry.router.request.lenient_json import decoded

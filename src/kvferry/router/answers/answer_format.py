@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry.http.openai import OPENING_EVENTS
 from kvferry.http.request_fields import Endpoint
-from kvferry.router.flow.engine_response import event_data, streamed_error
+from kvferry.router.answers.engine_response import event_data, streamed_error
 from kvferry.router.request.lenient_json import decoded
 
 CACHED = "cached_tokens"
