@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from fetch_marks import Mark, record
 from mixed_tp_alone import Alone
 from mixed_tp_cases import Request, Rig, pattern
 from mixed_tp_nixl import PROGRESS_S, PlainNixl, Prepared
@@ -119,6 +120,16 @@ class Served:
         metadata = base64.b64encode(self._nixl.metadata()).decode()
         facts = {"address": self._agent.address, "memory": self._shared.memory.address, "metadata": metadata}
         return {**facts, "alone": self._alone.descriptor() if self._alone else ""}
+
+    def record(self) -> None:
+        """Note from now on what the agent's thread does."""
+        self._marks = record()
+
+    def marks(self) -> list[Mark]:
+        """What it has done since the last question."""
+        found = list(self._marks)
+        self._marks.clear()
+        return found
 
     def meet(self, metadata: str) -> None:
         self._peer = self._nixl.meet(base64.b64decode(metadata))

@@ -174,6 +174,11 @@ class Target:
 
     def fetch(self, name: str) -> tuple[float, Any]:
         """From `Agent.fetch` to `Fetched`, as an engine sees it, and the report."""
+        elapsed, report, _ = self.timed_fetch(name)
+        return elapsed, report
+
+    def timed_fetch(self, name: str) -> tuple[float, Any, float]:
+        """Like `fetch`, and when it began by the monotonic clock."""
         number, lease_id, what = next(self._numbers), new_lease_id(), asdict(self._request)
         offers = [source.ask("lease", request=f"r{number}", lease_id=lease_id, what=what) for source in self.sources]
         wanted = FetchRequest(
@@ -183,15 +188,15 @@ class Target:
             (self._request.table("target"),),
             self._request.ranges,
         )
-        began = time.perf_counter()
+        began = time.monotonic()
         self._agents[name].fetch(wanted)
         notice = self._notices.get(timeout=FETCH_S)
-        elapsed = time.perf_counter() - began
+        elapsed = time.monotonic() - began
         if not isinstance(notice, Fetched):
             raise RuntimeError(str(notice))
         for source in self.sources:
             source.ask("end", request=f"r{number}")
-        return elapsed, notice.report
+        return elapsed, notice.report, began
 
     def read_by_block(self) -> float:
         return self._helped(self._reads)

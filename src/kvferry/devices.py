@@ -53,8 +53,8 @@ class CacheDevice:
         return Cache(layouts, registered, mover, self._arena, self.name, self.buffer_device)
 
     def milestone(self) -> IsDone:
-        """Mark what the engine has put on its stream so far, on the engine's thread; what comes back says whether that
-        is done, and neither waits nor lets the stream wait."""
+        """Mark what the engine has put on its stream so far, on the engine's thread. Return a function that says
+        whether that is done, and neither waits nor lets the stream wait."""
         if self.name == HOST:
             return lambda: True
         module: Any = torch.get_device_module(self.device)
@@ -63,7 +63,7 @@ class CacheDevice:
         return partial(_is_done, event)
 
     def _pinned(self, near: Sequence[Memory]) -> ExitStack:
-        """Memory of the host, for as long as the mover lives, unless it was allocated pinned."""
+        """Pin memory of the host for as long as the mover lives, unless it was allocated pinned."""
         if self.device.type != "cuda":
             return ExitStack()
         return pinned(CudaRuntime(self.device), [memory for memory in near if memory.device == HOST])
@@ -81,7 +81,7 @@ def _is_done(event: Any) -> bool:
 
 
 def _launcher(device: torch.device) -> Launcher:
-    """Raises MissingExtraError without Triton, which caches in host memory do without."""
+    """What copies on a device. Raises MissingExtraError without Triton, which caches in host memory do not need."""
     try:
         from kvferry.staging.device.side_stream import SideStream
     except ModuleNotFoundError as error:
@@ -90,8 +90,8 @@ def _launcher(device: torch.device) -> Launcher:
 
 
 def cache_device(device: torch.device, buffer_device: str, staging: StagingMemory = StagingMemory.HOST) -> CacheDevice:
-    """For caches on this device. `buffer_device` is the device whose memory transports register, as torch calls it or
-    as kvferry does: the same, or `cpu`.
+    """Describe the device that caches lie on. `buffer_device` is the device whose memory transports register, as torch
+    calls it or as kvferry does: the same, or `cpu`.
 
     Raises ConfigurationError for what does not go together, and for a device that nothing here can copy on.
     """

@@ -15,7 +15,7 @@ MAX_TEXT = 2048
 
 
 def _cut(text: str) -> str:
-    """What was found comes from users and peers: nobody reads more, and a refusal on the wire holds no more."""
+    """Shorten text that may come from users and peers: nobody reads more, and a refusal on the wire holds no more."""
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 

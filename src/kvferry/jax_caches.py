@@ -41,7 +41,7 @@ class JaxCaches:
     """
 
     def __init__(self, arrays: Sequence[jax.Array], layouts: Sequence[Layout]) -> None:
-        """Compiles, which takes a second or more for each kind of array and device.
+        """Compile the programs, which takes a second or more for each kind of array and device.
 
         Raises ConfigurationError when the arrays are not the regions of the layouts, or not all on devices of this
         process; TransportError when the device's compiler fails.
@@ -56,7 +56,7 @@ class JaxCaches:
         return self._held.programs.num_compiled
 
     def turn(self) -> AbstractContextManager[Turn]:
-        """For what begins the engine's next step: `with caches.turn() as turn: turn.arrays = step(turn.arrays)`.
+        """The turn in which the engine begins a step: `with caches.turn() as turn: turn.arrays = step(turn.arrays)`.
 
         Copies of transfers are begun before or after it, never within, and ordered by what JAX knows of its arrays: the
         step waits for none here, and must not wait for its own end.
@@ -77,12 +77,12 @@ class JaxCaches:
 
 
 def device_name(device: jax.Device) -> str:
-    """What kvferry calls it: JAX has one name for the GPUs of two makers."""
+    """What kvferry calls a device: JAX has one name for the GPUs of two makers."""
     if device.platform != "gpu":
         return str(device.platform)
     return "rocm" if "rocm" in device.client.platform_version else "cuda"
 
 
 def _far(layout: Layout) -> Layout:
-    """With regions that the processor does not read: no digest is made of them."""
+    """The layout with its regions marked as memory that the processor does not read: no digest is made of them."""
     return replace(layout, regions=tuple(replace(region, kind="vram") for region in layout.regions))

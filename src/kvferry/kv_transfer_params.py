@@ -199,7 +199,7 @@ def _in_room(params: object, reach: Reach) -> RemoteCache:
 
 
 def _check_text(*names: str) -> None:
-    """JSON can hold half a character, which no message can."""
+    """Raises ValueError for half a character (a lone surrogate), which JSON can hold and no message can."""
     for name in names:
         name.encode()
 

@@ -16,12 +16,12 @@ IDLE_S, INTERVAL_S, NUM_PROBES = 10, 5, 3
 # The same limit for bytes that are not acknowledged.
 USER_TIMEOUT_MS = 1000 * (IDLE_S + INTERVAL_S * NUM_PROBES)
 
-# Of an agent with more peers than it accepts, and of a router with as many engines; as much as vLLM takes.
+# Enough for an agent with more peers than it accepts, and for a router with as many engines. vLLM takes as many.
 MANY_DESCRIPTORS = 1 << 16
 
 
 def os_error_text(error: Exception) -> str:
-    """`Connection refused`, not `<urlopen error [Errno 111] …>`: callers name the file or the address themselves.
+    """Words such as `Connection refused`, not `<urlopen error [Errno 111] …>`: callers name the file or the address.
 
     Other errors than the system's are shown as they are.
     """
@@ -62,10 +62,10 @@ def allow_many_descriptors() -> None:
 
 
 class Listening(Protocol):
-    """What has a socket that only this process is to answer at."""
+    """Something with a listening socket at which only this process is to answer."""
 
     def leave_to_parent(self) -> None:
-        """In a child: let go of it."""
+        """Let go of the socket, in a forked child."""
         ...
 
 
@@ -73,7 +73,7 @@ _LISTENING: WeakSet[Listening] = WeakSet()
 
 
 def close_in_children(listening: Listening) -> None:
-    """Have each child that is forked leave it to this process.
+    """Have each forked child leave `listening` to this process.
 
     A child inherits listening sockets: while it lives, nobody who connects there would notice the death of its parent.
     """

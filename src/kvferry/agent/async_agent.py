@@ -1,4 +1,4 @@
-"""An agent for engines that live on an event loop: what is fetched is awaited, what is free again is told there."""
+"""An agent for engines that run on an event loop: fetches are awaited, and freed blocks are reported on the loop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AsyncAgent:
         self._released = released
         self._waiting: dict[str, asyncio.Future[_Settled]] = {}
         self._lookups: dict[tuple[str, int], list[asyncio.Future[Located | LocateFailed]]] = {}
-        # What the agent will say that it is free, unless it stops before.
+        # Requests whose blocks the agent will report as free, unless it stops first.
         self._fetches: set[str] = set()
         self._leases: set[str] = set()
         self._stopped = asyncio.Event()
@@ -63,7 +63,7 @@ class AsyncAgent:
         return self._stopped.is_set()
 
     async def start(self, addresses: Sequence[str] = (), data_parallel_size: int = 1) -> None:
-        """Begin, as `Agent.start`; everything is told on the running loop."""
+        """Start the agent, as `Agent.start` does; all notices arrive on the running loop."""
         self._loop = asyncio.get_running_loop()
         self.agent.start(addresses, data_parallel_size)
 
@@ -77,7 +77,7 @@ class AsyncAgent:
         self._stop()
 
     def lease(self, request: LeaseRequest) -> Reference:
-        """As `Agent.lease`; raises TransferError after the agent has stopped."""
+        """Lease a request's blocks, as `Agent.lease` does. Raises TransferError after the agent has stopped."""
         if self.has_stopped:
             raise _gone()
         check_unleased(request.request_id, self._leases)
@@ -86,8 +86,8 @@ class AsyncAgent:
         return reference
 
     async def locate(self, address: str, number: int = 0) -> RemoteEngine:
-        """Whose address it is, as `Agent.locate`. Raises TransferError when nobody says so in time, RequestError for
-        what is no address."""
+        """Return the engine whose address this is, as `Agent.locate` does. Raises TransferError when no engine says so
+        in time, RequestError for what is no address."""
         if self.has_stopped:
             raise _gone()
         self.agent.locate(address, number)
@@ -108,7 +108,7 @@ class AsyncAgent:
         if self.has_stopped:
             self._released(BlocksReleased(request_id))
             raise _gone()
-        # The agent frees a name before this loop hears of it: what it hears then must not be taken for the next one's.
+        # The agent frees an id before this loop hears of it: a late notice must not be taken for the next fetch's.
         check_unfetched(request_id, self._fetches)
         self.agent.fetch(request)
         future: asyncio.Future[_Settled] = self._loop.create_future()
@@ -126,7 +126,7 @@ class AsyncAgent:
         return settled.report
 
     def _let_go(self, request_id: str, future: asyncio.Future[_Settled]) -> None:
-        """The caller is gone. Of a fetch that has succeeded already nothing more is heard."""
+        """Abort a fetch whose caller is gone, or release its blocks if it has succeeded: no notice follows that."""
         if future.done() and not future.cancelled() and isinstance(future.result(), Fetched):
             self._released(BlocksReleased(request_id))
         else:
@@ -135,7 +135,7 @@ class AsyncAgent:
     # --- what has happened ---
 
     def _notice(self, notice: Notice) -> None:
-        """On the agent's thread."""
+        """Pass a notice from the agent's thread to the event loop."""
         self._loop.call_soon_threadsafe(self._take, notice)
 
     def _take(self, notice: Notice) -> None:
@@ -169,7 +169,7 @@ class AsyncAgent:
             self._released(BlocksReleased(settled.request_id))
 
     def _stop(self) -> None:
-        """Transports are closed: whoever waits gets an error, and its blocks back where no source may write to them."""
+        """Fail all that waits, as transports are closed, and release the blocks to which no source may still write."""
         self._stopped.set()
         for address, number in list(self._lookups):
             self._answer(address, number, LocateFailed(address, _gone(), number))

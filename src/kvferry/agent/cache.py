@@ -1,6 +1,6 @@
 """What an engine brings to its agent: where every element of its cache lies, and how to get at it.
 
-For a cache on an accelerator, `kvferry.devices` makes what is here.
+For a cache on an accelerator, `kvferry.devices` makes the `Cache`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.transport.memory_kind import HOST
 
 
 def host_mover(memories: Sequence[Memory], notify: Callable[[], None]) -> Mover:
-    """For engines whose blocks lie in memory that the CPU reaches."""
+    """Return a mover for engines whose blocks lie in memory that the CPU reaches."""
     return HostMover(host_regions(memories), notify)
 
 
@@ -29,11 +29,11 @@ class Cache:
     register. The engine computes on `device`; `buffer_device` is the one whose memory is registered.
 
     Regions that lie in none of `memories` are reached through staging memory only. `mover` makes what copies between
-    them, the memories and staging memory: it is given all registered memory, and what to call when a copy has ended.
-    `arena` makes staging memory of so many bytes: the host's, or that of the device where transports register it.
+    regions, memories and staging memory: it gets all registered memory and a function to call when a copy has ended.
+    `arena` makes staging memory of so many bytes, on the device where transports register its memory, else in the host.
 
-    An engine that computes on a device tells of leases and their growth when it has written them there, and of fetches
-    when it has done with their blocks: nothing here waits for its streams.
+    An engine that computes on a device asks for a lease, or reports its growth, once the tokens are written there, and
+    for a fetch once it is done with the blocks: nothing here waits for its streams.
     """
 
     layouts: tuple[Layout, ...]

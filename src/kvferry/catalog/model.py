@@ -1,4 +1,4 @@
-"""From a config's fields to what the model keeps and computes."""
+"""What a model keeps and computes, by the fields of its config."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _other_parameters(fields: Fields, layers: tuple[Layer, ...]) -> int:
 
 
 def _read(fields: Fields, given: frozenset[str], otherwise: str) -> tuple[FieldRead, ...]:
-    """What counted, and who says it: the config, if it has `given` it. Not what only single layers have."""
+    """The fields that counted, and who says each: the config, if it has `given` it. Not those of single layers only."""
     return tuple(
         FieldRead(name, fields.value_at(name), tuple(decides), "config" if name.split(".")[0] in given else otherwise)
         for name, decides in sorted(fields.taken.items())
@@ -74,7 +74,7 @@ def _read(fields: Fields, given: frozenset[str], otherwise: str) -> tuple[FieldR
 
 
 def _left_out(read: tuple[FieldRead, ...]) -> tuple[str, ...]:
-    """What counted although the config does not say it."""
+    """A note on the fields that counted although the config does not have them."""
     by = {"transformers": "its class in transformers", "table": "a table of ours"}
     missing = [field for field in read if field.said_by in by and "." not in field.name]
     if not missing:
@@ -144,7 +144,7 @@ def _layer_mixers(
 
 
 def _own_fields(fields: Fields, layer: Layer) -> Fields:
-    """Those of layers whose attention has numbers of its own in a nested object."""
+    """The fields of a layer, whose kind of attention may have numbers of its own in a nested object."""
     own = fields.inner("attention_other_setting")
     fields.skip(*(own.prefix + name for name in ("num_attention_heads", "num_attention_groups", "head_dim")))
     if own.word("attention_type") != layer.word:
@@ -170,7 +170,7 @@ def _recurrent(fields: Fields) -> Mixer:
 
 
 def _notes(fields: Fields, layers: tuple[Layer, ...], options: Options) -> tuple[str, ...]:
-    """What the config left open."""
+    """Notes on what the config left open."""
     notes = []
     if not fields.has("dtype", "torch_dtype"):
         notes.append("the config has no dtype: assuming bfloat16")

@@ -40,13 +40,13 @@ def redirect_messages(*through: Callable[[str], None]) -> None:
 
 
 def data(value: Mapping[str, Any]) -> None:
-    """One JSON object on one line of stdout."""
+    """Write one JSON object on one line of stdout."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
 def announce(as_json: bool, text: str, **facts: str) -> None:
-    """That a server is ready, for people or for programs."""
+    """Say that a server is ready: by `text` for people, or by a JSON object with `facts` for programs."""
     if as_json:
         data({"event": "ready", **facts})
     else:
@@ -68,7 +68,7 @@ def flush_or_discard(*outputs: TextIO) -> None:
 
 
 def print_error(error: FerryError) -> None:
-    """What is wrong, what was found, what was expected and what to do."""
+    """Print what is wrong, what was found, what was expected and what to do."""
     if _through:
         say(f"error: {error}")
         return
@@ -120,7 +120,7 @@ def page_file(path: str) -> Path | None:
 
 
 def write_page(page: Path, text: str) -> None:
-    """Raises ConfigurationError when that fails."""
+    """Write the page, and say so. Raises ConfigurationError when that fails."""
     try:
         page.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -30,7 +30,7 @@ OTHER_ENGINES: Final = {
     "vllm": OtherEngine("vLLM", "0.29 to 0.33", "vllm serve"),
     "sglang": OtherEngine("SGLang", "0.5.21 to 0.5.23", "sglang.launch_server"),
 }
-"""By what `--engine` takes, which is the name of the package as well."""
+"""The engines by what `--engine` takes, which is the name of the package as well."""
 
 
 def check_engine(engine: str, context: typer.Context) -> None:

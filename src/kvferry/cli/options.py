@@ -46,7 +46,7 @@ Engine = Annotated[str, common(help="transformers (built in), vllm or sglang; th
 Host = Annotated[str, common(help="Address to listen on.")]
 TokenFile = Annotated[str, common(help="File with the shared token; else KVFERRY_TOKEN_FILE.")]
 Drain = Annotated[float, times(min=0.0, max=86400.0, help="Limit for open requests and leases after SIGTERM.")]
-# Known before all others, also to one that prints something and exits.
+# Read before all others, so that an option that prints something and exits knows it, too.
 Json = Annotated[bool, typer.Option("--json", is_eager=True, help="Print JSON on stdout.")]
 Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="Exit when standard input closes.")]
 
@@ -69,7 +69,7 @@ class TransferOptions:
     ] = "host"
 
     def check(self) -> None:
-        """Raises ConfigurationError."""
+        """Raises ConfigurationError for a value that is none of the choices."""
         from kvferry.options import digest_policy_named, direction_named, staging_memory_named
         from kvferry.session.target.read_strategy import allowed_by
         from kvferry.transport.registry import check_name
@@ -104,7 +104,7 @@ class AccessOptions:
         return tuple(self.api_key) or environment.api_keys()
 
     def checked(self) -> Access:
-        """Raises ConfigurationError for a key that is none."""
+        """The access that these options give. Raises ConfigurationError for an API key that cannot be used."""
         from kvferry.http.access import Access
 
         lists = tuple(self.allowed_origins), tuple(self.allowed_methods), tuple(self.allowed_headers)
@@ -118,8 +118,8 @@ Work = Callable[[typer.Context, Record], int | None]
 def command_of(record: type[Record], extras: str = "") -> Callable[[Work[Record]], Callable[..., None]]:
     """Make a command of a function that takes such a record and returns the exit code.
 
-    The options of the command are the fields that have annotations of typer's; a field that is a record itself has its
-    own. `extras`, with commas, are what the command needs of kvferry's extras.
+    The options of the command are the fields with annotations of typer, and those of fields that are records.
+    `extras`, with commas, are the extras of kvferry that the command needs.
     """
 
     def decorate(work: Work[Record]) -> Callable[..., None]:
@@ -156,7 +156,7 @@ def _record_of(record: Any, given: dict[str, Any]) -> Any:
 
 
 def context_of(words: Sequence[str], command: Callable[..., None]) -> typer.Context:
-    """What such a command line says; nothing is done. Raises ConfigurationError as the command would."""
+    """Parse the words of a command line, and run nothing. Raises ConfigurationError as the command would."""
     app = typer.Typer(add_completion=False, context_settings={"help_option_names": []})
     app.command(context_settings={"allow_extra_args": True})(command)
     try:
@@ -167,12 +167,12 @@ def context_of(words: Sequence[str], command: Callable[..., None]) -> typer.Cont
 
 
 def record_of(record: type[Record], context: typer.Context) -> Record:
-    """What a command makes of its command line. Raises ConfigurationError."""
+    """The record that a command makes of its command line. Raises ConfigurationError."""
     return cast(Record, _record_of(record, context.params))
 
 
 def option_of(name: str) -> str:
-    """The option of a field."""
+    """The option on the command line that sets the field of this name."""
     return f"--{name.removeprefix('as_').replace('_', '-')}"
 
 
@@ -207,8 +207,8 @@ def typed_words(context: typer.Context, without: tuple[str, ...]) -> str:
 
 
 def passed_options(arguments: Sequence[str]) -> dict[str, str]:
-    """Of what is passed to an engine: by name, with dashes as vLLM writes them, the last of each; a value follows, or
-    stands behind an equals sign."""
+    """The values of the options passed to an engine, by name, with dashes as vLLM writes them. The last of each counts.
+    A value is the next word, or stands behind an equals sign."""
     found = dict[str, str]()
     for word, following in pairwise((*arguments, "")):
         name, joined, value = word.partition("=")

@@ -25,17 +25,17 @@ class Promise:
 
 
 def new_key() -> str:
-    """For one engine's front end and scheduler, as long as they live."""
+    """Return a new secret that one engine's front end and scheduler share for as long as they live."""
     return secrets.token_hex(32)
 
 
 def new_promise() -> Promise:
-    """One that there has never been."""
+    """Return a promise whose name and lease id were never used before."""
     return Promise(NAME_PREFIX + secrets.token_hex(16), secrets.token_hex(16))
 
 
 def sealed(promise: Promise, key: str) -> dict[str, object]:
-    """What takes the place of a client's own `kvferry` in its `kv_transfer_params`; JSON-ready."""
+    """The sealed promise, which replaces a client's own `kvferry` in its `kv_transfer_params`. It is ready for JSON."""
     return {"early": True, "name": promise.name, "lease_id": promise.lease_id, "seal": _seal(promise, key)}
 
 

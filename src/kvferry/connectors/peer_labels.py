@@ -10,7 +10,7 @@ OTHER_PEERS: Final = "other"
 
 
 class PeerLabels:
-    """Of one page of metrics: the peers that came first have their own names."""
+    """The labels of peers on one page of metrics. The peers that came first have their own names."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()

@@ -9,12 +9,12 @@ from kvferry import Timing
 # whose process has ended is noticed after two heartbeats, and one whose host is silent after three attempts to connect.
 HANDSHAKE_S = 45.0
 MISSED_HEARTBEATS = 30
-# At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
+# With Python's default of 5 ms, every message between two agents waits that long for an engine that computes.
 SWITCH_S = 0.0001
 
 
 def timing_of(lease_s: float, early_claim_s: float = Timing().early_claim_s) -> Timing:
-    """For leases of so many seconds; a claim waits `early_claim_s` for a lease that its source does not know yet."""
+    """The timing for leases of `lease_s` seconds. A claim waits `early_claim_s` until its source knows the lease."""
     return Timing(
         lease_s=lease_s, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS, early_claim_s=early_claim_s
     )

@@ -16,7 +16,7 @@ from kvferry.http.anthropic import error_for
 from kvferry.http.openai import INVALID_REQUEST, error_body
 from kvferry.http.request_ids import NAME, id_of_refusal
 
-# As in vLLM: health, readiness and metrics are for whoever runs the server.
+# The paths that need a key, as in vLLM. Health, readiness and metrics are for whoever runs the server.
 GUARDED = ("/v1", "/tokenize", "/detokenize")
 EVERYTHING = ("*",)
 SHOWN_HEADERS = (
@@ -34,8 +34,8 @@ OnUnauthorized = Callable[[Scope, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """With `api_keys` every request to the OpenAI API needs one of them. Pages of `origins` may use the server from a
-    browser, with these methods and headers, and with cookies if `credentials`. Raises ConfigurationError."""
+    """Who may use a server. With `api_keys`, requests to the OpenAI API need one of them. Pages of `origins` may use it
+    from a browser, with these methods and headers, and with cookies if `credentials`. Raises ConfigurationError."""
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     origins: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class _ApiKeys:
 
     def _is_known(self, key: bytes) -> bool:
         shown = _digest(key)
-        # All of them, so that the time does not tell which one it is.
+        # Every digest is compared, so that the time does not tell which key it is.
         return sum(hmac.compare_digest(shown, digest) for digest in self._digests) > 0
 
 
@@ -112,7 +112,7 @@ def _is_guarded(path: str) -> bool:
 
 
 def _shown_key(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Empty where none is shown, or several are. Anthropic's header counts where there is no other."""
+    """The key of a request; empty if it shows none, or several. Anthropic's header counts if there is no other."""
     shown = {name: [value for key, value in headers if key == name] for name in (AUTHORIZATION, API_KEY)}
     if not shown[AUTHORIZATION]:
         return shown[API_KEY][0].strip() if len(shown[API_KEY]) == 1 else b""

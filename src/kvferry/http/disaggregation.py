@@ -22,7 +22,7 @@ def needs_prompt_logits(prompt_logprobs: int | None) -> bool:
 
 
 def decode_only_reason(endpoint: Endpoint, asked: Mapping[str, Any]) -> DecodeOnlyReason | None:
-    """The label of what stands against a prefill request. `asked` has the decoded values of the `DECISIVE` fields."""
+    """The label of what forbids a prefill request, or None. `asked` has the decoded values of the `DECISIVE` fields."""
     for name, label in DECISIVE[endpoint].items():
         if name in asked and name not in FOR_PROMPT_LOGITS and CONDITIONS.get(name, _is_given)(asked[name]):
             return label
@@ -37,7 +37,7 @@ def _prompt_logprobs(endpoint: Endpoint, asked: Mapping[str, Any]) -> int | None
         return 0
     if not _is_given(asked.get("echo")):
         return None
-    # A chat that echoes asks for `top_logprobs` of its prompt, which are none by default, and none are some.
+    # A chat with `echo` asks for `top_logprobs` logits of its prompt: 0 by default, which asks for logits as well.
     return 0 if endpoint is Endpoint.CHAT or _is_given(asked.get("logprobs")) else None
 
 
@@ -51,28 +51,28 @@ def _is_several(value: object) -> bool:
 
 
 def _are_several_prompts(value: object) -> bool:
-    """A list of token ids is one prompt."""
+    """Whether there are several prompts. A list of token ids is one."""
     return isinstance(value, list) and len(value) > 1 and not isinstance(value[0], int)
 
 
 def _depends_on_length(value: object) -> bool:
-    """-1 is what the context leaves, and that depends on `max_tokens`, which is another one in the prefill request."""
+    """Whether it depends on `max_tokens`, which the prefill request changes: -1 means what the context leaves."""
     return isinstance(value, int) and value < 0
 
 
 def _runs_in_engine(value: object) -> bool:
-    """Tools that an engine runs by itself: it then goes on with a prompt that nobody has prefilled."""
+    """Whether the engine itself runs one of the tools: it then goes on with a prompt that nobody has prefilled."""
     tools = value if isinstance(value, list) else []
     return any(isinstance(tool, dict) and tool.get("type") in ENGINE_TOOLS for tool in tools)
 
 
 def _cuts(value: object) -> bool:
-    """What is left out of a prompt depends on `max_output_tokens`, which is another one in the prefill request. vLLM
-    leaves something out unless it is told not to, and null is no word."""
+    """Whether a part of the prompt may be left out. Which one depends on `max_output_tokens`, which the prefill request
+    changes. vLLM leaves something out unless it is told `disabled`, and null does not tell it that."""
     return value != "disabled"
 
 
-# Of vLLM 0.32 and SGLang 0.5.23. Others, such as functions, are for the client to run.
+# Types of tools that vLLM 0.32 and SGLang 0.5.23 run. Others, such as functions, are for the client to run.
 ENGINE_TOOLS = ("code_interpreter", "container", "mcp", "web_search_preview")
 CONDITIONS: Mapping[str, Callable[[object], bool]] = {
     "n": _is_several,
@@ -83,7 +83,7 @@ CONDITIONS: Mapping[str, Callable[[object], bool]] = {
     "truncation": _cuts,
     "tools": _runs_in_engine,
 }
-# They decide together.
+# These fields decide together, in `_prompt_logprobs`.
 FOR_PROMPT_LOGITS = frozenset(("prompt_logprobs", "echo", "logprobs"))
 
 DECISIVE: Mapping[Endpoint, Mapping[str, DecodeOnlyReason]] = {

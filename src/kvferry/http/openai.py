@@ -12,7 +12,7 @@ import msgspec
 from kvferry.errors import ConfigurationError, FerryError, PromptTooLongError, RequestError, TransferError
 from kvferry.wire.messages import Reason
 
-# Of a request: whether its answer is to have the object `kvferry`.
+# The header by which a request asks for the object `kvferry` in its answer.
 REPORT_HEADER = "x-kvferry-report"
 
 SSE_MEDIA_TYPE = "text/event-stream"
@@ -50,7 +50,7 @@ LOST_CACHE = {
 
 
 def lost_cache_words(reason: str) -> str:
-    """Of a reason that may be none of those that peers give."""
+    """What a client is told of a cache that did not arrive. `reason` need not be one of those that peers give."""
     why = {str(known): words for known, words in LOST_CACHE.items()}.get(reason, "this engine cannot receive one")
     return f"the prompt's cache did not arrive: {why}; hint: the engine's log has the details"
 
@@ -63,9 +63,9 @@ def error_body(message: str, type_: str, code: str | None, param: str | None) ->
 def error_of(error: FerryError) -> tuple[int, dict[str, Any]]:
     """HTTP status and error object of one of our errors.
 
-    What is the caller's to mend is told in full; of the rest only what went wrong, since found/expected/hint
-    of a server's defect are words for its operator. So is all that a failed transfer tells: it names engines and
-    addresses of the inside.
+    An error that the caller can mend is told in full. For a server's defect only what went wrong is told, since
+    its found/expected/hint are for the operator. So are the details of a failed transfer: they name
+    internal engines and addresses.
     """
     match error:
         case PromptTooLongError():
@@ -91,7 +91,7 @@ def error_event(message: str, code: str | None, reason: str = "") -> bytes:
 
 
 def stream_error(message: str, code: str | None, reason: str = "") -> dict[str, Any]:
-    """What ends a stream. `reason` is the label of the counter that moved, if there is one besides `code`."""
+    """The error object that ends a stream. `reason` labels the counter that moved, if there is one besides `code`."""
     body = error_body(message, SERVER_ERROR, code, None)
     if reason:
         body["error"]["reason"] = reason

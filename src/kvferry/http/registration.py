@@ -38,7 +38,7 @@ class Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decode_announcement(body: bytes) -> Announcement:
-    """Raises RequestError."""
+    """Decode the body of an announcement. Raises RequestError."""
     try:
         return msgspec.json.decode(body, type=Announcement)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -48,7 +48,7 @@ def decode_announcement(body: bytes) -> Announcement:
 
 
 def sign(key: bytes, body: bytes, now: float) -> str:
-    """The value of the header; `now` is seconds of the wall clock."""
+    """The value of the signature header. `now` is seconds of the wall clock."""
     stamp = f"{now:.0f}"
     return f"{stamp}.{_mac(key, stamp, body)}"
 

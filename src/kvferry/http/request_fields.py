@@ -28,7 +28,7 @@ class Endpoint(StrEnum):
 
 
 class Api(Flag):
-    """Whose request has the field. `OLDER` are vLLM's fields before 0.12, and what vLLM's proxies still send."""
+    """The APIs whose requests have a field. `OLDER`: vLLM's fields before 0.12, and what its proxies still send."""
 
     VLLM_COMPLETIONS = auto()
     VLLM_CHAT = auto()
@@ -66,7 +66,7 @@ class DecodeOnlyReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestField:
-    """`decode_only` is the label of the reason that the field can give against a prefill request, if there is one."""
+    """One row. `decode_only` is the label of the reason that the field can give against a prefill request, if any."""
 
     name: str
     apis: Api
@@ -81,7 +81,7 @@ OPENAI_COMPLETIONS, OPENAI_CHAT = Api.OPENAI_COMPLETIONS, Api.OPENAI_CHAT
 VLLM_RESPONSES, SGLANG_RESPONSES, OPENAI_RESPONSES = Api.VLLM_RESPONSES, Api.SGLANG_RESPONSES, Api.OPENAI_RESPONSES
 VLLM_MESSAGES, SGLANG_MESSAGES, ANTHROPIC_MESSAGES = Api.VLLM_MESSAGES, Api.SGLANG_MESSAGES, Api.ANTHROPIC_MESSAGES
 OLDER = Api.OLDER
-# Of completions and chats, where nothing else is said.
+# The APIs of completions and chats, unless a name says otherwise.
 VLLM, SGLANG, OPENAI = VLLM_COMPLETIONS | VLLM_CHAT, SGLANG_COMPLETIONS | SGLANG_CHAT, OPENAI_COMPLETIONS | OPENAI_CHAT
 ENGINES, CHAT = VLLM | SGLANG, VLLM_CHAT | SGLANG_CHAT | OPENAI_CHAT
 EVERY = ENGINES | OPENAI
@@ -306,7 +306,7 @@ OF_MESSAGES: tuple[RequestField, ...] = (
 FIELDS = (*OF_BOTH, *OF_RESPONSES, *OF_MESSAGES)
 
 
-# By the field's name: made once, because every request is looked up in it.
+# The rows by field name, made once because every request is looked up in them.
 FIELDS_OF: dict[Endpoint, dict[str, RequestField]] = {
     endpoint: {field.name: field for field in FIELDS if field.apis & apis} for endpoint, apis in OF_ENDPOINT.items()
 }

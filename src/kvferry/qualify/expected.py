@@ -30,5 +30,5 @@ BY_KIND: Final = dict.fromkeys(GPUS, GPU)
 
 
 def expected_of(kind: str) -> Expected:
-    """Of a kind of device, by kvferry's name for it."""
+    """What is expected of a kind of device, by kvferry's name for it."""
     return BY_KIND.get(kind, NOTHING_KNOWN)

@@ -33,14 +33,14 @@ class Figure(msgspec.Struct, frozen=True):
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """In words: name, rate, share of what, and what is expected."""
+        """The figure in words: name, rate, share of what, and what is expected."""
         share = f"{self.share:.0%} of {self.of}" if self.of else ""
         return self.name, f"{self.gigabytes_per_s:.2f}", share, f"{self.expected:.0%}" if self.expected else ""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Of the check called `check`. `words` says what was seen, why it failed, or why it was skipped; `facts` are names
-    and values. What `applies` not has nothing to say of the kind of device."""
+    """What came of the check called `check`. `words` says what was seen, why it failed, or why it was skipped. `facts`
+    are names and values. Where `applies` is false the check has nothing to say of the kind of device."""
 
     check: str
     result: Result
@@ -54,7 +54,7 @@ class Outcome(msgspec.Struct, frozen=True):
 def passed(
     check: str, words: str, figures: tuple[Figure, ...] = (), facts: tuple[tuple[str, str], ...] = ()
 ) -> Outcome:
-    """Slow, if a figure is."""
+    """The outcome of a check that found nothing wrong. It counts as slow if a figure is."""
     slow = [figure for figure in figures if figure.is_slow]
     if slow:
         told = "; ".join(f"{each.name}: {each.share:.0%} of {each.of}, expected {each.expected:.0%}" for each in slow)
@@ -63,10 +63,10 @@ def passed(
 
 
 def failed(check: str, words: str) -> Outcome:
-    """What is wrong."""
+    """The outcome of a check that failed. `words` says what is wrong."""
     return Outcome(check, Result.FAILED, words)
 
 
 def skipped(check: str, words: str) -> Outcome:
-    """Why it cannot be checked here."""
+    """The outcome of a check that was skipped. `words` says why it cannot be checked here."""
     return Outcome(check, Result.SKIPPED, words)

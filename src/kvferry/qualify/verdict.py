@@ -11,7 +11,7 @@ from kvferry.qualify.expected import BY_KIND
 from kvferry.qualify.outcome import Outcome, Result
 
 FORMAT: Final = 1
-"""Of the JSON. It changes when a field does."""
+"""The version of the JSON. It changes when a field does."""
 DESCRIPTIONS: Final = ("machine", "UCX settings")
 ACCELERATORS: Final = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "Intel XPU", "tpu": "TPU"}
 
@@ -29,19 +29,19 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def report_of(version: str, device: str, outcomes: Sequence[Outcome], seconds: float) -> Report:
-    """With the verdict."""
+    """Return the report of one machine, with the verdict."""
     verdict = " ".join(_sentences(device, outcomes))
     return Report(FORMAT, version, device, verdict, worst(outcomes), tuple(outcomes), round(seconds, 1))
 
 
 def worst(outcomes: Sequence[Outcome]) -> Result:
-    """Failed before slow before passed; skipped if nothing was checked."""
+    """The worst result: failed before slow before passed, or skipped if nothing was checked."""
     found = {outcome.result for outcome in _evidence(outcomes)}
     return next((result for result in (Result.FAILED, Result.SLOW, Result.PASSED) if result in found), Result.SKIPPED)
 
 
 def _evidence(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """What a machine is says nothing for it, only against it."""
+    """The outcomes that count. A description of the machine says nothing for it, only against it."""
     return [each for each in outcomes if each.check not in DESCRIPTIONS or each.result is Result.FAILED]
 
 

@@ -27,8 +27,8 @@ LIMITS = (
 
 
 class PrefillFallback(StrEnum):
-    """Where there is no prefill instance to be had. DECODE: the decode instance computes the prompt. REFUSE: nobody
-    does, the client is told to come back."""
+    """What to do if no prefill instance is available. DECODE: the decode instance computes the prompt. REFUSE: nobody
+    does, and the client is told to come back."""
 
     DECODE = "decode"
     REFUSE = "refuse"
@@ -36,8 +36,8 @@ class PrefillFallback(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """How a router chooses. `clock` is that of everything measured: seconds of a monotonic clock. `seed` is that of the
-    draws among very many instances; None for others every time."""
+    """How a router chooses. `clock` gives seconds of a monotonic clock for all that is measured. `seed` is for the
+    draws among very many instances. With None they differ every time."""
 
     policy: Policy = balanced
     limits: Limits = NO_LIMITS
@@ -50,8 +50,8 @@ DEFAULT_POLICY = PolicySettings()
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Whether engines may register themselves, and the keys of which they must know one to; without any only on this
-    host.
+    """Whether engines may register themselves, and the `keys` of which they must know one. Without keys only engines on
+    this host may.
 
     A registration that is not renewed for `lease_s` is over.
     """
@@ -80,12 +80,12 @@ class PodSelection:
 class RouterConfig:
     """The addresses of the engines, and how long and how large anything may get.
 
-    `prefill_urls` may be empty: then D serves alone; with `instances_may_join` there may be no decode instance yet.
+    `prefill_urls` may be empty: then decode instances serve alone. With `instances_may_join` both may be empty.
     `prefill_timeout_s` is for a whole prefill; `decode_timeout_s` ends with the first byte of the answer's body, which
     without streaming is the whole generation. After it only silence is limited: `stall_timeout_s` between two pieces.
     With `require_prefill` the router is not ready while no pair of instances is; with a `prefill_fallback` of REFUSE it
-    does not let a decode instance compute what a prefill instance should, either. Of prompts of `early_from_tokens` and
-    more, decode begins together with prefill, where the prefill instance can do that; 0: of none.
+    does not let a decode instance compute what a prefill instance should, either. If a prompt has `early_from_tokens`
+    or more, decode begins together with prefill where the prefill instance can do that. With 0 it never does.
     `max_metric_labels` instances, and a quarter as many pairs, have metrics of their own, and the others share theirs.
     `engine_api_key` is shown to the engines in place of what clients show; empty: theirs is passed on.
     Raises ConfigurationError.
@@ -168,6 +168,6 @@ def _is_base_url(url: str) -> bool:
     except ValueError:
         return False
     extra = parts.query or parts.fragment or "@" in parts.netloc or parts.path.endswith("/v1")
-    # It becomes a part of requests as it is.
+    # The URL becomes a part of requests as it is.
     is_visible = all("!" <= character <= "~" for character in url)
     return parts.scheme in ("http", "https") and bool(parts.hostname) and is_visible and not extra

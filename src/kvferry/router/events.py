@@ -39,7 +39,7 @@ class Path(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A checked request is here."""
+    """A request has come and has been checked."""
 
 
 @dataclass(frozen=True, slots=True)

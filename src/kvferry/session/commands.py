@@ -71,8 +71,8 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """Get in line for a slot of staging memory; answer with Acquired. What is gathered into it goes to `peer_address`
-    of the target, 0 for a slot that is scattered from."""
+    """Get in line for a slot of staging memory; answer with Acquired. `peer_address` is where the target wants the
+    gathered bytes, 0 for a slot that is scattered from."""
 
     key: SlotKey
     num_bytes: int
@@ -170,7 +170,7 @@ class RemoteEngine:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Whose address it is that was asked for; of `data_parallel_size` engines that with the number asked for."""
+    """The engine at the address that was asked for: of `data_parallel_size` engines, the one with this number."""
 
     address: str
     engine: RemoteEngine
@@ -180,7 +180,7 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class LocateFailed:
-    """Nobody has said in time whose address it is, or who did cannot be used."""
+    """No engine has said in time that the address is its own, or the one that did cannot be used."""
 
     address: str
     error: TransferError
@@ -189,7 +189,7 @@ class LocateFailed:
 
 @dataclass(frozen=True, slots=True)
 class AgentStopped:
-    """Not from a session but from its owner: we move nothing any more, and no further notice will come.
+    """The agent, not a session, says that it moves nothing any more: this is its last notice.
 
     A source that was writing when this happened may still do so: the blocks of such fetches stay in quarantine for
     the rest of the process's life.

@@ -17,7 +17,7 @@ EXAMPLE = "such as 1=8ms,32=10ms,128=18ms: answers in the batch, and what a step
 
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
-    """`token_s` to compute a token of a prompt. A step with so many answers takes the seconds of `points`, in a
+    """A token of a prompt takes `token_s` to compute. A step with so many answers takes the seconds of `points`, in a
     straight line between two of them and beyond the last, and `context_s` more for each token of their contexts.
     `overlap` is that of `StepCost`.
 
@@ -46,16 +46,16 @@ class EngineCosts:
             )
 
     def reading_s(self, num_answers: int, context_tokens: int) -> float:
-        """A step without prompts."""
+        """The seconds of a step without prompts."""
         return _interpolated(self.points, num_answers) + context_tokens * self.context_s
 
     def seconds(self, num_tokens: int, num_answers: int, context_tokens: int) -> float:
-        """A step that computes tokens of prompts, and the next one of each answer."""
+        """The seconds of a step that computes `num_tokens` tokens of prompts, and the next token of each answer."""
         reading_s = self.reading_s(num_answers, context_tokens)
         return StepCost(self.token_s, reading_s, 0.0, self.overlap).seconds(num_tokens, 0)
 
     def room(self, num_answers: int) -> int:
-        """Tokens of prompts in a step."""
+        """How many tokens of prompts a step can compute beside so many answers."""
         return max(self.chunk_tokens - self.answer_tokens * num_answers, 1)
 
 
@@ -82,12 +82,12 @@ class CacheSize:
 
 
 def points_of(step: StepCost) -> Points:
-    """The straight line that a `StepCost` is."""
+    """Two points of the straight line that a `StepCost` is."""
     return ((0, step.step_s), (1, step.step_s + step.sequence_s))
 
 
 def points_named(text: str) -> Points:
-    """`1=8ms,32=10ms,128=18ms`, by ascending numbers of answers. Raises ConfigurationError."""
+    """The points of `1=8ms,32=10ms,128=18ms`, by ascending numbers of answers. Raises ConfigurationError."""
     points = []
     for word in text.split(","):
         found = re.fullmatch(r"(\d{1,6})=(\d+(?:\.\d+)?)(us|ms|s)", word.strip(), re.ASCII)
@@ -103,7 +103,7 @@ def points_named(text: str) -> Points:
 
 
 def _interpolated(points: Points, number: int) -> float:
-    """Below the first point its seconds."""
+    """The seconds for this number of answers. Below the first point, they are that point's."""
     if number <= points[0][0] or len(points) == 1:
         return points[0][1]
     right = min(bisect_right(points, number, key=lambda point: point[0]), len(points) - 1)

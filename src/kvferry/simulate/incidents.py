@@ -25,7 +25,7 @@ HOT_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """From `begins_s` until `ends_s`, in seconds from the start; infinity: for good. `words` are the user's."""
+    """What happens from `begins_s` to `ends_s`, in seconds from the start; inf: for good. `words` are the user's."""
 
     words: str
     begins_s: float
@@ -34,7 +34,7 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class RackDies(Incident):
-    """Its hosts say nothing any more. At the end they are back, and engines start on them."""
+    """A rack's hosts say nothing any more. At the end they are back, and engines start on them."""
 
     rack: int
 
@@ -66,7 +66,7 @@ Kind = TypeVar("Kind", bound=Incident)
 
 
 def incident_named(text: str) -> Incident:
-    """One of `FORMS`. Raises ConfigurationError."""
+    """The incident of a text in one of the `FORMS`. Raises ConfigurationError."""
     words = " ".join(text.split())
     for pattern, make in _PATTERNS.items():
         if found := re.fullmatch(pattern, words, re.ASCII):

@@ -13,7 +13,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.router.policy.records import RequestCost
 from kvferry.simulate.incidents import HotPrefix
 
-# What the router names of a prompt of text: a beginning for each KiB, at most so many (router/request/prompt_cost.py).
+# The router names beginnings of a text prompt: one for each KiB, at most so many (router/request/prompt_cost.py).
 PREFIX_TOKENS = 256
 MAX_PREFIXES = 64
 MAX_REQUESTS = 10_000_000
@@ -41,7 +41,7 @@ class Load:
             )
 
     def requests(self) -> tuple[PlannedRequest, ...]:
-        """The same seed has the same requests."""
+        """The requests of the process. The same seed has the same ones."""
         chooser, at, times = random.Random(self.seed), 0.0, []
         while (at := at + chooser.expovariate(self.rate)) < self.duration_s:
             times.append(at)
@@ -68,7 +68,7 @@ class Arrival:
 
 
 def arrivals_of(planned: Sequence[PlannedRequest], hot: Iterable[HotPrefix], seed: int) -> tuple[Arrival, ...]:
-    """Their costs; a part of them has a hot beginning in place of its own."""
+    """The requests with their costs. A part of the prompts has a hot beginning in place of its own."""
     chooser, incidents = random.Random(f"{seed}/hot"), tuple(hot)
     return tuple(_arrival(each, incidents, chooser) for each in planned)
 
@@ -84,14 +84,14 @@ def _arrival(each: PlannedRequest, hot: tuple[HotPrefix, ...], chooser: random.R
 
 
 def _beginning(prompt: Prompt, incident: HotPrefix) -> Prompt:
-    """Its length stays as it is."""
+    """The prompt with a hot beginning. Its length stays as it is."""
     hot = Piece(f"hot/{incident.begins_s}", min(incident.num_tokens, prompt.num_tokens))
     rest = Piece(f"{prompt.pieces[-1].name}/rest", prompt.num_tokens - hot.num_tokens)
     return Prompt((hot, rest) if rest.num_tokens else (hot,))
 
 
 def _names(prompt: Prompt) -> tuple[int, ...]:
-    """One for each so many tokens: what is equal up to there has equal ones."""
+    """A name for every `PREFIX_TOKENS` tokens. Prompts that are equal up to there have equal names."""
     names, text = [], ""
     number = min(prompt.num_tokens // PREFIX_TOKENS, MAX_PREFIXES)
     pieces, ends = iter(prompt.pieces), 0

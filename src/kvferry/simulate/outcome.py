@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from kvferry.bench.report.record import Summary, summary
 from kvferry.bench.report.slo import ItlBy, Slo
 
-# Of the gaps of an answer, if its time between tokens is judged by their 99th percentile.
+# The share of an answer's gaps that may be slow if its time between tokens is judged by their 99th percentile.
 MAX_SLOW_SHARE = 0.01
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one request; times are of the virtual clock, and infinite for what has not happened. `failure` is empty where
-    the answer was whole. `num_slow` gaps were longer than the limit."""
+    """What became of one request. Times are of the virtual clock, and infinite for what has not happened. `failure` is
+    empty where the answer was whole. `num_slow` gaps between tokens were longer than the limit."""
 
     arrived_s: float
     prompt_tokens: int
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of the requests that arrived in a time. `good_share` is that of those within the limits, `goodput` their rate."""
+    """Figures of the requests that arrived in a time. `good_share` of them met the limits, at the rate `goodput`."""
 
     begins_s: float
     ends_s: float
@@ -80,7 +80,7 @@ class Figures:
 
 
 def figures_of(outcomes: Sequence[Outcome], slo: Slo, begins_s: float, ends_s: float) -> Figures:
-    """Of those that arrived from `begins_s` to before `ends_s`; `outcomes` are in the order of their arrival."""
+    """The figures of requests that arrived from `begins_s` to before `ends_s`. `outcomes` are in order of arrival."""
     first, last = (bisect_left(outcomes, edge, key=lambda each: each.arrived_s) for edge in (begins_s, ends_s))
     found = outcomes[first:last]
     answered = [each for each in found if each.is_answered]

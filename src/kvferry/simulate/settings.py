@@ -98,5 +98,5 @@ class Setting:
 
     @property
     def slow_s(self) -> float:
-        """A longer step is longer than the wanted time between tokens."""
+        """The wanted time between tokens: a longer step is slow."""
         return self.slo.itl_s if math.isfinite(self.slo.itl_s) else math.inf

@@ -20,7 +20,7 @@ from kvferry.simulate.settings import Setting
 
 Process = Generator[simpy.Event, Any, None]
 NUM_SAMPLES = 120
-# After the last request has come, so long until what has not ended is left as it is.
+# So long after the last request has come, those that have not ended are left as they are.
 GRACE_S = 600.0
 
 
@@ -41,9 +41,9 @@ class Sample:
 
 @dataclass(slots=True)
 class Result:
-    """`ended` says when incidents were over that have no time for that. Of all links and uplinks, the busiest one was
-    busy for a share of the run. `cpu_s` is a processor's time, of which
-    `choice_s` were the router's choices."""
+    """What a run has found. `ended` says when incidents were over that have no end of their own. `busiest_link` and
+    `busiest_uplink` are the shares of the run in which the busiest ones carried something. `cpu_s` is a processor's
+    time, of which `choice_s` were the router's choices."""
 
     setting: Setting
     outcomes: list[Outcome] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Result:
 
 
 def simulate(setting: Setting, arrivals: Sequence[Arrival]) -> Result:
-    """The same setting and arrivals have the same result. Only the time that it takes differs."""
+    """Run the simulation. The same setting and arrivals have the same result. Only the time that it takes differs."""
     began_s, env = time.process_time(), simpy.Environment()
     hardware = Hardware(env, setting)
     membership = Membership(env, setting, hardware)

@@ -11,7 +11,7 @@ from kvferry.simulate.incidents import Incident, Rollout
 from kvferry.simulate.outcome import Figures, Outcome, figures_of
 from kvferry.simulate.simulation import Result, Sample
 
-# A time is as good as before with so much less of a share of good requests.
+# A time is as good as before if its share of good requests is lower by at most this.
 TOLERANCE = 0.05
 # So many parts of a run are looked at, to see when it is as good as before.
 NUM_WINDOWS = 60
@@ -52,7 +52,7 @@ class Report:
 
 
 def report_of(result: Result) -> Report:
-    """Of what arrived after the warm-up."""
+    """The report of a run. Its figures are those of requests that arrived after the warm-up."""
     setting = result.setting
     begins_s, ends_s = setting.times.warm_up_s, setting.duration_s
     figures = figures_of(result.outcomes, setting.slo, begins_s, ends_s)
@@ -90,7 +90,7 @@ def _mean(samples: Sequence[Sample], name: str) -> float:
 
 
 def _course(result: Result, incident: Incident, around: tuple[float, float, float]) -> Course:
-    """Between the incident before and the next one. Who was there when it began has met it."""
+    """The course of an incident between the one before and the next. Requests that were open when it began met it."""
     slo, outcomes = result.setting.slo, result.outcomes
     first_s, begins_s, last_s = around
     before = figures_of([each for each in outcomes if each.ended_s < begins_s], slo, first_s, begins_s)
@@ -107,14 +107,14 @@ def _course(result: Result, incident: Incident, around: tuple[float, float, floa
 
 
 def _over_s(incident: Incident, ends_s: float, recovery_s: float, last_s: float) -> float:
-    """When it is over, and everything as before; what is there for good, when nobody feels it any more."""
+    """When an incident is over and all is as before. One for good is over when requests do not suffer any more."""
     has_end = math.isfinite(ends_s) or isinstance(incident, Rollout)
     begins_s = ends_s if not has_end and not recovery_s else incident.begins_s
     return min(max(begins_s + recovery_s, ends_s if has_end else 0.0), last_s)
 
 
 def _windows(outcomes: Sequence[Outcome], result: Result, begins_s: float, ends_s: float) -> list[Figures]:
-    """Equal parts of this time."""
+    """The figures of equal parts of this time."""
     each_s = result.setting.duration_s / NUM_WINDOWS
     number = max(round((ends_s - begins_s) / each_s), 1)
     edges = [begins_s + (ends_s - begins_s) * edge / number for edge in range(number + 1)]

@@ -13,10 +13,10 @@ from kvferry.errors import TransportError
 
 
 class ChildProcess:
-    """Started at once. Use as a context manager; it is killed at the end."""
+    """A process that is started at once. Use it as a context manager: it is killed at the end."""
 
     def __init__(self, command: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
-        """`pass_fds` are files that are open here, and there as well."""
+        """`pass_fds` are open files of this process that the other one inherits."""
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=pass_fds
         )
@@ -32,7 +32,7 @@ class ChildProcess:
         return self._process.pid
 
     def write_line(self, line: bytes) -> None:
-        """To its standard input; one that has ended hears nothing, which `read_line` tells."""
+        """Write a line to its standard input. A process that has ended reads none, which `read_line` tells."""
         with suppress(BrokenPipeError):
             if self._process.stdin is not None:
                 self._process.stdin.write(line + b"\n")

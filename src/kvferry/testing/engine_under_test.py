@@ -31,7 +31,7 @@ class Source(Protocol):
         ...
 
     def lease(self, request: LeaseRequest) -> Reference:
-        """As `Agent.lease`."""
+        """Open a lease, as `Agent.lease` does."""
         ...
 
     def notice(self) -> Notice:
@@ -66,7 +66,7 @@ class EngineUnderTest:
 
     @property
     def num_tokens(self) -> int:
-        """Two blocks and a part of a third, or what the smallest cache group keeps and every state's window sees."""
+        """Tokens of two blocks and a part of a third, or fewer where a cache group or a state's window has no more."""
         groups, states = self.layout.groups, self.layout.states
         blocks = [group.block_tokens * self._ratio(number) for number, group in enumerate(groups)]
         most = [
@@ -85,7 +85,7 @@ class EngineUnderTest:
 
     @property
     def tables(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks in falling order. Cache groups may share a pool: each takes blocks of another part of it."""
+        """A block table for each cache group, in falling order. Groups that share a pool take other parts of it."""
         groups = self.layout.groups
         ends = [group.num_blocks * (index + 1) // len(groups) for index, group in enumerate(groups)]
         needed = [-(-self.num_tokens // group.block_tokens) for group in groups]

@@ -71,7 +71,7 @@ class Regions:
 
     @classmethod
     def of(cls, extents: Iterable[tuple[int, int]], views: Iterable[View] = ()) -> Regions:
-        """From (address, size in bytes) and, if the memory is mapped here, a view of each.
+        """Return regions, given (address, size in bytes) and, if the memory is mapped here, a view of each.
 
         Raises TransportError when a region is empty, leaves the address space, or overlaps another.
         """
@@ -90,7 +90,7 @@ class Regions:
         return cls(address, size, ordered, is_in_place)
 
     def with_view(self, view: View) -> Regions:
-        """These and one more, which lies at the address of its view. Raises TransportError when they overlap."""
+        """These regions and one at the address of a view. Raises TransportError when they overlap."""
         extents = [*zip(self.address.tolist(), self.size_bytes.tolist(), strict=True), (_address_of(view), view.size)]
         return Regions.of(extents, (*self.views, view))
 
@@ -116,7 +116,7 @@ class Regions:
         self.locate(np.add.outer(start, shift).ravel(), np.tile(length, len(start)), owner)
 
     def locate(self, address: Column, length: Column, owner: str) -> Offsets:
-        """For each row the index of its region. Raises TransportError like `check`."""
+        """The index of each row's region. Raises TransportError like `check`."""
         if not len(self.address):
             if len(address):
                 raise TransportError(f"{owner} has no registered memory", expected="register() before post()")
@@ -127,7 +127,7 @@ class Regions:
         return region
 
     def _search(self, address: Column, length: Column) -> tuple[Offsets, int]:
-        """For each row the index of its region, and the first row that does not lie in one, or -1."""
+        """The index of each row's region, and the first row that does not lie in one, or -1."""
         region = np.empty(len(address), np.int64)
         for first in range(0, len(address), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
@@ -226,7 +226,7 @@ class Registry:
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
-        """(address, size in bytes) of each."""
+        """(address, size in bytes) of each registered memory."""
         return tuple((memory.address, memory.size_bytes) for memory in self._views)
 
     def _refresh(self) -> None:

@@ -13,7 +13,7 @@ import zmq
 
 
 class Poller:
-    """Of sockets that are read, and of other descriptors. Only one thread uses it."""
+    """Watches sockets that are read, and other descriptors. Only one thread uses it."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -32,14 +32,14 @@ class Poller:
         self._epoll.register(fd, select.EPOLLIN)
 
     def unregister(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it is closed. One that could not be watched is fine."""
+        """Stop watching a socket that is about to be closed. One that could not be watched is fine."""
         fd = int(socket.getsockopt(zmq.FD))
         if self._sockets.pop(fd, None) is not None:
             self._epoll.unregister(fd)
         self._used.discard(socket)
 
     def note_used(self, socket: zmq.Socket[bytes]) -> None:
-        """Something was sent or received: the next `poll` asks it."""
+        """Note that something was sent or received: the next `poll` asks this socket."""
         self._used.add(socket)
 
     def poll(self, wait_s: float) -> set[zmq.Socket[bytes]]:
@@ -51,7 +51,7 @@ class Poller:
         return ready
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the poller. Safe to call twice."""
         self._epoll.close()
 
 

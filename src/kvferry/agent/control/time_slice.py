@@ -21,7 +21,7 @@ _CALLS = {
     "x86_64": {"sched_setattr": 314, "sched_getattr": 315},
     "aarch64": {"sched_setattr": 274, "sched_getattr": 275},
 }
-# Of other policies `runtime_ns` means something else, or nothing.
+# Under other policies `runtime_ns` means something else, or nothing.
 _SLICED_POLICIES = (os.SCHED_OTHER, os.SCHED_BATCH)
 
 
@@ -43,22 +43,22 @@ class Scheduling(ctypes.Structure):
 
     @classmethod
     def of(cls, thread_id: int = 0) -> Scheduling | None:
-        """That of a thread of this process, 0 for the one that asks; None where the system does not tell."""
+        """The scheduling of a thread of this process, 0 for the calling one. None where the system does not tell."""
         found = cls()
         size = ctypes.sizeof(cls)
         return found if _call("sched_getattr", thread_id, ctypes.byref(found), size, 0) else None
 
     def apply(self, runtime_ns: int) -> None:
-        """Ask for a slice for the thread that calls, and leave the rest as it is. A system that refuses leaves that as
-        it is, too."""
+        """Ask for a slice for the calling thread, and leave the rest as it is. A system that refuses leaves the slice
+        as it is, too."""
         self.runtime_ns = runtime_ns
         _call("sched_setattr", 0, ctypes.byref(self), 0)
 
 
 @contextmanager
 def short_slices() -> Iterator[None]:
-    """The threads that this one starts meanwhile, in whatever library, have slices of `SLICE_NS`. Where the system
-    knows no slices, or does not let us choose, they have what they would have had."""
+    """Give slices of `SLICE_NS` to the threads that this one starts meanwhile, in whatever library. Nothing changes
+    where the system knows no slices, or does not allow the choice."""
     before = Scheduling.of()
     if before is None or before.policy not in _SLICED_POLICIES:
         yield
@@ -72,6 +72,6 @@ def short_slices() -> Iterator[None]:
 
 
 def _call(name: str, *arguments: object) -> bool:
-    """Whether the system has done it."""
+    """Make a system call, and return whether it has succeeded."""
     number = _CALLS.get(platform.machine(), {}).get(name)
     return number is not None and ctypes.CDLL(None).syscall(number, *arguments) == 0

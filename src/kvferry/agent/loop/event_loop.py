@@ -1,4 +1,4 @@
-"""One iteration of an agent's thread after another: requests of the engine, frames, transports, timeouts.
+"""The loop of an agent's thread. Each iteration handles requests of the engine, frames, transports and timeouts.
 
 Every event is handed to a session, and every command of a session is executed.
 """
@@ -51,9 +51,9 @@ EngineRequest = _SourceEvent | _TargetEvent
 
 @dataclass(eq=False)
 class EventLoop:
-    """That of one agent. Other threads use only `inbox`, the queue of the engine's requests, and `wakeup`. `notify`
-    tells the engine the outcomes, `counts` has the number of events by kind and reason. Until `quiet_until`, iterations
-    without input only poll transports."""
+    """The event loop of one agent. Other threads use only `inbox`, the queue of the engine's requests, and `wakeup`.
+    `notify` tells the engine the outcomes, `counts` has the number of events by kind and reason. Until `quiet_until`,
+    iterations without input only poll transports."""
 
     source: SourceSession
     target: TargetSession
@@ -139,7 +139,7 @@ class EventLoop:
         return is_woken or bool(frames)
 
     def _progress(self) -> None:
-        """Progress of work that takes several iterations."""
+        """Make progress with work that takes several iterations."""
         # Gathered slots are posted, a poll may copy posted ones, and sent ones become free: in this order no slot waits
         # for the next iteration.
         self._feed_after_requests(self.staging.poll())
@@ -185,7 +185,7 @@ class EventLoop:
             self._execute(self.source.handle(e.FrameArrived(received.routing_id, message), time.monotonic()))
 
     def _feed(self, event: _CommonEvent) -> None:
-        """An event that either session may have asked for: its key says which one."""
+        """Hand an event to the session that has asked for it: its key says which one."""
         name = event.peer if isinstance(event, _AboutPeer) else event.key
         name = name.work if isinstance(name, k.SlotKey) else name
         if isinstance(name, k.PeerKey | k.ReadKey):
@@ -256,6 +256,6 @@ class EventLoop:
         self._feed_target(e.AnswerArrived(peer, refusal))
 
     def _sent(self, queued: bool, message: Message) -> None:
-        """A full queue drops the message: the session repeats what is not answered."""
+        """Count a message that a full queue has dropped. The session repeats what is not answered."""
         if not queued:
             self.counts["messages_dropped", type(message).__name__] += 1

@@ -15,11 +15,11 @@ class Wakeup:
         self._is_closed = False
 
     def fileno(self) -> int:
-        """For a poller."""
+        """Return the file descriptor for a poller to watch."""
         return self._fd
 
     def notify(self) -> None:
-        """From any thread, at any time."""
+        """Wake the agent's thread. Any thread may call this at any time."""
         with self._lock:
             if not self._is_closed:
                 os.eventfd_write(self._fd, 1)
@@ -32,7 +32,7 @@ class Wakeup:
             return False
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the eventfd. Safe to call twice."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True

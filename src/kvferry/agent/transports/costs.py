@@ -15,9 +15,9 @@ from kvferry.transport.selection.self_test_steps import ROW_BYTES
 LEAST_ROW_S = 1e-9
 # On one host a gather is a copy in memory, like a transfer. Measured as a factor, on 2 cores over NIXL's cma.
 GATHER_PER_WIRE = 1.2
-# A row costs about as long as copying so many bytes: from, to. A page of the other process has to be found, and NIXL
-# makes a system call for each. From benchmarks/mixed_tp.py, 2 to 4, direct and wire: 3.4 KB in ours, 13 in NIXL's. A
-# self-test beside busy engines can say that a row costs nothing.
+# A row takes about as long as copying so many bytes: the least, the most. A page of the other process has to be found,
+# and NIXL makes a system call for each. From benchmarks/mixed_tp.py, 2 to 4, direct and wire: 3.4 KB in ours, 13 in
+# NIXL's. A self-test beside busy engines can say that a row costs nothing.
 COPIED_PER_ROW = {"cma": (2.5e3, 8e3), "cma/memory": (4e3, 24e3)}
 # Two cores that copy get on like one and a half: they share the memory.
 STAGES_PER_CORE = 0.75
@@ -26,7 +26,7 @@ STAGES_PER_CORE = 0.75
 SHARING_S = 1e-3
 # Carriers for which the posting process copies with its own processor: both sides can do so at once.
 COPYING = ("cma", "knem", "posix", "shm", "sysv", "xpmem")
-# What copies rows with the loops of gathers and scatters, so that a row costs as much in each of them.
+# The carrier that copies rows with the loops of gathers and scatters, so that a row costs the same in each of them.
 STRIDED = "shm"
 # A self-test moves host memory. A row of device memory takes this long over cuda_ipc, with 1.5 KiB as with 24, and each
 # slot of a packed read this long beside its bytes: both fitted on an H200 (benchmarks/device_pair.py).
@@ -37,12 +37,12 @@ DEVICE_SLOT_S = 1e-3
 def costs_of(
     found: Measurement, place: Place, direction: Direction = Direction.READ, buffer_device: str = HOST
 ) -> Costs:
-    """Of moving in a direction: a long row tells the rate, many short ones what each costs beside that.
+    """Return the costs of moving in a direction: a long row tells the rate, many short ones the extra cost of each.
 
-    What a gather and a scatter cost is not measured. Between processes of one host, whose wire is a copy too, it
-    follows from that one's rate, and so do the bounds of what a row costs: a moment at which everything is slow, or
-    only some of it, changes nothing about what is cheaper. Elsewhere it is what they typically cost on a host. Where
-    transports register a device's memory, the rate of the wire stays that of the host's, which is the same for all
+    The costs of a gather and a scatter are not measured. Between processes of one host, whose wire is a copy too, they
+    follow from the rate of the wire, and so do the bounds of the cost of a row: a moment at which all of it, or a part,
+    is slow does not change which strategy is the cheapest. Elsewhere they are the typical costs on a host. Where
+    transports register a device's memory, the rate of the wire stays that of host memory, which is the same for all
     strategies.
     """
     rates = found.likely_rates(direction)
@@ -59,14 +59,14 @@ def costs_of(
 
 
 def _slowed(found: Measurement, costs: Costs) -> Costs:
-    """What is packed is written. Where that is far slower than reading, slots leave the source no faster than that."""
+    """Limit gathers to the rate of writing where that is far slower than reading: packed slots are written."""
     if found.times_slower(Direction.WRITE) < FAR_SLOWER:
         return costs
     return replace(costs, gather_bytes_per_s=min(costs.gather_bytes_per_s, found.writing.gigabytes_per_s * 1e9))
 
 
 def _on_device(costs: Costs) -> Costs:
-    """The device gathers and scatters while others of its engines copy."""
+    """The costs where a device gathers and scatters while its copy engines move other slots."""
     device = typical_device(costs.wire_bytes_per_s)
     return replace(
         costs,
@@ -97,7 +97,7 @@ def _on_one_host(found: Measurement, place: Place, costs: Costs) -> Costs:
 
 
 def _bounded(found: Measurement, costs: Costs) -> float:
-    """What a row costs, as measured where that can be."""
+    """The cost of a row as measured, but within the bounds of `COPIED_PER_ROW`."""
     row_s = costs.row_s
     for least, most in (COPIED_PER_ROW[carrier] for carrier in found.carriers if carrier in COPIED_PER_ROW):
         row_s = max(least / costs.wire_bytes_per_s, min(row_s, most / costs.wire_bytes_per_s))
@@ -105,8 +105,8 @@ def _bounded(found: Measurement, costs: Costs) -> float:
 
 
 def _is_shareable(found: Measurement) -> bool:
-    """Whether a source that writes and a target that reads get on with it side by side. Processors copy as fast in
-    either direction: what a self-test says beside that, short of a direction that is barred, is the moment."""
+    """Whether a source may write a share while its target reads the rest. Processors copy as fast in either direction:
+    a self-test that says otherwise was disturbed, unless a direction is barred."""
     by_processors = bool(found.carriers) and all(carrier.startswith(COPYING) for carrier in found.carriers)
     is_known = all(found.times_slower(direction) for direction in Direction)
     return by_processors and is_known and not found.is_asymmetric

@@ -23,12 +23,12 @@ from kvferry.transport.selection.diagnosis import LocalContext
 from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
 
 NOWHERE = LocalContext()
-# So many peers are tested at a time, besides those that do not get on: each takes memory for three probes, and time of
+# So many peers are tested at a time, not counting those that are stuck: each takes memory for three probes, and time of
 # the thread that does all else.
 AT_ONCE = 24
 logger = logging.getLogger(__name__)
 
-# How often it is looked whether bytes move.
+# How often to look whether bytes move.
 LOOK_S = 1.0
 TransportEvent = TicketEnded | PeerConnected | PeerUnreachable | PeerMoved
 
@@ -77,7 +77,7 @@ class TransportManager:
         self._events: list[TransportEvent] = []
         self._peer_slots = peer_slots
         self._must_poll_now = False
-        # What each peer's transport has told of it, and when it is asked again.
+        # What the transport of each peer has last returned from `moved`, and when it is asked again.
         self._moved: dict[Remote, int] = {}
         self._look_at = 0.0
 
@@ -206,7 +206,7 @@ class TransportManager:
         yield from (PeerMoved(peer) for peer, number in moved.items() if number > before.get(peer, number))
 
     def _current(self, now: float) -> list[Negotiation]:
-        """Those that go on: the first to come begins first, and nobody waits for a peer that does not get on."""
+        """The negotiations to advance now: the oldest begin first, and none waits for a peer that is stuck."""
         current = [negotiation for negotiation in self._negotiations if negotiation.has_begun]
         num_free = AT_ONCE - sum(not negotiation.is_hung(now) for negotiation in current)
         waiting = (negotiation for negotiation in self._negotiations if not negotiation.has_begun)

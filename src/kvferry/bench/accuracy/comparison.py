@@ -11,7 +11,7 @@ from kvferry.bench.accuracy.completion import Answer
 from kvferry.bench.accuracy.items import Item
 from kvferry.bench.report.record import percentile
 
-# The largest number has an exponent of 709.
+# The largest float is about e to the power of 709.
 MAX_EXPONENT = 700.0
 
 
@@ -42,7 +42,7 @@ class Comparison:
 
     @cached_property
     def divergences(self) -> dict[str, int]:
-        """Of each prompt whose answers differ, the first token that does."""
+        """The place of the first token that differs, by the name of each prompt whose answers differ."""
         found = {item.name: first_difference(one, other) for item, one, other in self._answered}
         return {name: first for name, first in found.items() if first is not None}
 
@@ -56,7 +56,7 @@ class Comparison:
 
     @cached_property
     def differences(self) -> list[float]:
-        """Of the log-probabilities of all tokens up to the first that differs, and of all tokens of references."""
+        """How far log-probabilities differ for all tokens up to the first that differs and all tokens of references."""
         pairs = [*((one, other) for _, one, other in self._answered), *self._scored]
         cut = [(one.logprobs[: first_difference(one, other)], other.logprobs) for one, other in pairs]
         return [abs(mine - theirs) for one, other in cut for mine, theirs in zip(one, other, strict=False)]
@@ -66,17 +66,17 @@ class Comparison:
         return math.fsum(self.differences) / len(self.differences) if self.differences else 0.0
 
     def difference(self, part: float) -> float:
-        """So many percent of the differences are at most this."""
+        """The value that `part` percent of the differences do not exceed."""
         return percentile(self.differences, part)
 
     @property
     def perplexity(self) -> float | None:
-        """Of the references; None without any."""
+        """The perplexity of the references; None without any."""
         return perplexity([other for _, other in self._scored])
 
     @property
     def num_split(self) -> int | None:
-        """Of how many answers the cache has moved; None where nobody says so."""
+        """The number of answers whose cache was moved; None where no answer says which way it went."""
         said = [answer for answer in self.run.all if answer.path]
         return sum(answer.is_split for answer in said) if said else None
 
@@ -123,7 +123,7 @@ class Measured:
 
 
 def first_difference(one: Answer, other: Answer) -> int | None:
-    """By ids where both servers tell them. None for equal answers."""
+    """The place of the first token that differs, by ids where both servers tell them. None for equal answers."""
     mine, theirs = (one.ids, other.ids) if one.ids and other.ids else (one.tokens, other.tokens)
     pairs = enumerate(zip(mine, theirs, strict=False))
     shorter = min(len(mine), len(theirs))
@@ -137,6 +137,6 @@ def perplexity(scores: Sequence[Answer]) -> float | None:
 
 
 def num_correct(items: Sequence[Item], answers: Sequence[Answer]) -> int:
-    """Answers that begin as they should, where that is known."""
+    """The number of answers that begin as they should, where that is known."""
     pairs = zip(items, answers, strict=True)
     return sum(bool(item.answer) and answer.text.strip().startswith(item.answer) for item, answer in pairs)

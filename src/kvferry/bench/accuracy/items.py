@@ -31,7 +31,7 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_items(lines: Iterable[str]) -> tuple[Item, ...]:
-    """Raises ConfigurationError that names the line."""
+    """Read prompts, one JSON object a line. Raises ConfigurationError that names the line."""
     items: list[Item] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -52,7 +52,7 @@ def read_items(lines: Iterable[str]) -> tuple[Item, ...]:
 
 
 def shipped_items() -> tuple[Item, ...]:
-    """Those that come with kvferry: 4 to 7,000 tokens of questions, stories, code and tables, in several languages."""
+    """The prompts of kvferry: 4 to 7,000 tokens each of questions, stories, code and tables, in several languages."""
     return read_items(
         resources.files("kvferry.bench.accuracy").joinpath("prompts.jsonl").read_text("utf-8").splitlines()
     )

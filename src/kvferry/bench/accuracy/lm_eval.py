@@ -26,7 +26,7 @@ ALLOWED = (
     *("--samples", "-E", "--seed", "--metadata", "--trust_remote_code", "--confirm_run_unsafe_code"),
 )
 SAMPLES = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.-]+\.jsonl")
-# Of whoever is not told one.
+# What is sent where no headers are given.
 NO_HEADER = {"Accept": "application/json"}
 HIDDEN = b"(hidden)"
 PIECE_BYTES = 1 << 16
@@ -117,15 +117,15 @@ def read_folder(folder: Path, salt: str) -> dict[Place, Sample]:
 
 
 def _run(command: list[str], server: Server, environment: Mapping[str, str]) -> int:
-    """The exit code. What it says goes to stderr, without the values of our headers: it shows requests that failed. All
-    settings are in what it says on stdout."""
+    """Run lm-eval and return its exit code. Its stderr, which shows requests that failed, is passed on without the
+    values of the server's headers. Its stdout, which shows all settings, is dropped."""
     host = urlsplit(server.url).hostname or ""
     no_proxy = ",".join(filter(None, (environment.get("NO_PROXY", environment.get("no_proxy", "")), host)))
     told = {**environment, "LMEVAL_LOG_LEVEL": "WARNING", "NO_PROXY": no_proxy, "no_proxy": no_proxy}
     with ExitStack() as ended:
         process = subprocess.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         ended.enter_context(process)
-        # Whatever happens here; one that has ended by itself is not there any more.
+        # Kill it whatever happens here. If it has ended by itself, this does nothing.
         ended.callback(process.kill)
         if process.stderr is not None:
             _pass_on(process.stderr, server.headers.values())
@@ -133,7 +133,7 @@ def _run(command: list[str], server: Server, environment: Mapping[str, str]) -> 
 
 
 def _pass_on(words: IO[bytes], secrets: Iterable[str]) -> None:
-    """In lines, since a secret may come in two pieces; a progress bar ends its lines with a return."""
+    """Pass words on to stderr in lines, as a secret may come in two pieces. A progress bar ends lines with a return."""
     hidden = [part for secret in secrets for part in (secret, secret.removeprefix("Bearer ")) if part]
     rest = b""
     while piece := os.read(words.fileno(), PIECE_BYTES):

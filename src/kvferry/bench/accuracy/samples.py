@@ -22,7 +22,7 @@ Place = tuple[Document, str]
 Score = tuple[str, str, str]
 """A task, a metric and a filter."""
 
-# Of more empty answers nothing can be learned.
+# With a larger share of empty answers nothing can be learned.
 MOST_EMPTY = 0.5
 
 
@@ -48,12 +48,12 @@ Samples = Mapping[Place, Sample]
 
 
 def read_samples(task: str, lines: Iterable[str], salt: str) -> dict[Place, Sample]:
-    """Of one samples file (`samples_<task>_<date>.jsonl`). Raises ConfigurationError for a file of another kind, and
+    """Read one samples file (`samples_<task>_<date>.jsonl`). Raises ConfigurationError for a file of another kind, and
     where a request was sent without our `cache_salt` and temperature, as by tasks that make their own."""
     found = {}
     for number, text in enumerate(lines, 1):
         try:
-            # What lm-eval writes may have numbers that are none, which msgspec refuses.
+            # What lm-eval writes may have NaN in it, which msgspec refuses.
             fields = json.loads(text)
             line = msgspec.convert(fields, Line)
         except ValueError as error:
@@ -80,7 +80,7 @@ class TaskComparison:
 
     @cached_property
     def different(self) -> list[Document]:
-        """Whose answers differ, or that only one run has."""
+        """The documents whose answers differ, or that only one run has."""
         one, other = _answers(self.baseline), _answers(self.run)
         return [document for document in self._documents if one.get(document) != other.get(document)]
 
@@ -90,17 +90,17 @@ class TaskComparison:
 
     @property
     def num_requests(self) -> int:
-        """Of the baseline; a task may ask for each document several times."""
+        """The number of requests of the baseline. A task may ask for each document several times."""
         return sum(len(repeats) for answers in _answers(self.baseline).values() for repeats in answers)
 
     @cached_property
     def scores(self) -> dict[Score, float]:
-        """Means over the documents."""
+        """The mean of each score over the documents."""
         return {score: math.fsum(values) / len(values) for score, values in _by_score(self.run).items()}
 
     @cached_property
     def changes(self) -> dict[Score, list[float]]:
-        """What became of each document's score."""
+        """How much the score of each document has changed, for each kind of score."""
         pairs = ((place, self.baseline[place], sample) for place, sample in self.run.items() if place in self.baseline)
         changed: dict[Score, list[float]] = {}
         for ((task, _), used), before, after in pairs:
@@ -147,14 +147,14 @@ def task_faults(runs: TaskRuns, min_equal: float | None) -> Iterator[str]:
 
 
 def named(score: Score) -> str:
-    """In words."""
+    """A score in words: its task and metric, and the filter where there is one."""
     task, metric, used = score
     return f"{task}: {metric}" if used == "none" else f"{task}: {metric} ({used})"
 
 
 def _deviations(num_scores: int) -> float:
-    """Beyond so many standard deviations one of this many scores lies as rarely by chance as a single one beyond
-    `DEVIATIONS`."""
+    """The number of standard deviations beyond which any of so many scores lies as rarely by chance as a single one
+    beyond `DEVIATIONS`."""
     normal = NormalDist()
     return -normal.inv_cdf(normal.cdf(-DEVIATIONS) / max(num_scores, 1))
 
@@ -171,7 +171,7 @@ def _check(task: str, settings: Any, salt: str) -> None:
 
 
 def _answers(samples: Samples) -> dict[Document, tuple[tuple[str, ...], ...]]:
-    """All filters have the same."""
+    """The answers to each document, which are the same for all filters."""
     return {document: sample.answers for (document, _), sample in samples.items()}
 
 

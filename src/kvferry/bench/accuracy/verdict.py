@@ -12,7 +12,7 @@ from kvferry.bench.accuracy.comparison import Comparison, Measured
 DEVIATIONS = 2.5
 # Differences of log-probabilities up to this are rounding, whatever the control has.
 ROUNDING = 1e-4
-# Where fewer requests went through a split, the whole server was compared with something that is mostly one, too.
+# If a smaller share of requests went through the split, the whole server was mostly compared with another whole one.
 LEAST_SPLIT = 0.5
 SLACK = 1e-9
 
@@ -58,7 +58,7 @@ def _different(split: Comparison, control: Comparison | None, limits: Limits) ->
 
 
 def too_many_differ(different: int, compared: int, by_chance: int | None, min_equal: float | None) -> Iterator[str]:
-    """Of so many answers, where so many differ in a control, None without one."""
+    """Why too many of the `compared` answers differ. `by_chance` is how many do in a control, None without one."""
     if min_equal is not None and compared - different < min_equal * compared - SLACK:
         yield f"{different} of {compared} answers differ; expected at least {min_equal:.1%} to be equal"
     if by_chance is None:

@@ -30,7 +30,7 @@ MAX_TOKENS = 10_000_000
 
 
 class Endpoint(StrEnum):
-    """By the words of the command line."""
+    """The API that requests go to, by its word on the command line."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -85,7 +85,7 @@ class Lengths:
 
 
 def lengths_named(text: str) -> Lengths:
-    """`512` or `256-1024`. Raises ConfigurationError."""
+    """The lengths that text such as `512` or `256-1024` names. Raises ConfigurationError."""
     found = re.fullmatch(r"(\d{1,8})(?:-(\d{1,8}))?", text.strip(), re.ASCII)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
@@ -94,7 +94,7 @@ def lengths_named(text: str) -> Lengths:
 
 
 def rates_named(text: str) -> tuple[float, ...]:
-    """`1,2,4,8`, ascending, each once. Raises ConfigurationError."""
+    """The rates that text such as `1,2,4,8` names, ascending, each once. Raises ConfigurationError."""
     try:
         rates = sorted({float(word) for word in text.split(",")})
     except ValueError:
@@ -168,7 +168,7 @@ def _planned(load: Synthetic, number: int, at_s: float, chooser: random.Random) 
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line; keys that it does not have are ignored."""
+    """One line of a trace. Other keys are ignored."""
 
     timestamp: float
     input_length: int

@@ -55,7 +55,7 @@ class Report:
 
 
 def report_of(records: Sequence[Record], duration_s: float, rate: float, most_open: int, slo: Slo) -> Report:
-    """`duration_s` is above 0."""
+    """The report of one run. `duration_s` is above 0."""
     answered = [record for record in records if not record.error]
     times_s = {
         "ttft": summary([record.ttft_s for record in answered]),
@@ -129,7 +129,7 @@ class Best:
 
 
 def best_of(reports: Sequence[Report], attainment: float) -> Best:
-    """Of at least one report."""
+    """The best of one or more reports. `attainment` is the share of requests that is to meet the SLO."""
     ascending = sorted(reports, key=lambda report: report.rate)
     met = [report.rate for report in takewhile(lambda report: report.attainment >= attainment, ascending)]
     best = max(reports, key=lambda report: report.goodput)

@@ -21,7 +21,7 @@ WITHOUT_LIMITS = "Red requests failed."
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From 0 to `top`, with its name; `limit` is drawn as a line where it is not above."""
+    """An axis from 0 to `top`, with its name. `limit` is drawn as a line where it is not above `top`."""
 
     name: str
     top: float
@@ -49,7 +49,7 @@ class Chart:
 
 
 def histogram(caption: str, values: Sequence[float], name: str, limit: float = math.inf) -> Chart:
-    """Of values that are not negative; nothing is left out."""
+    """A histogram of values that are not negative. None of them is left out."""
     top = round_up(max(values, default=0.0))
     counts = [0] * NUM_BINS
     for value in values:
@@ -82,7 +82,7 @@ def page(title: str, reports: Sequence[Report]) -> str:
 
 
 def render(title: str, explained: str, sections: Sequence[Section], curve: Chart | None = None) -> str:
-    """One curve for all, if there is one, and the charts of each section."""
+    """The HTML of a page: one curve for all, if there is one, and the charts of each section."""
     return _template().render(title=title, explained=explained, curve=curve, sections=sections)
 
 
@@ -124,7 +124,7 @@ def _section(report: Report) -> Section:
 
 
 def _timeline(report: Report) -> Chart:
-    """A failed request is a red dot at 0."""
+    """The chart of times to first token by arrival. A failed request is a red dot at 0."""
     good: list[tuple[float, float]] = []
     bad: list[tuple[float, float]] = []
     for record in report.records:

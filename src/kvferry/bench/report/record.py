@@ -11,13 +11,13 @@ PERCENTILES = (90, 95, 99)
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """`part` (0 to 100) of the values are at most this, by linear interpolation; 0 of no values."""
+    """What `part` percent (0 to 100) of the values do not exceed, by linear interpolation. It is 0 without values."""
     return float(np.percentile(values, part)) if values else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of many values, in their own unit; all 0 when there are none. `percentiles` are those of `PERCENTILES`."""
+    """Statistics of many values, in their unit; all 0 when there are none. `percentiles` are those of `PERCENTILES`."""
 
     mean: float
     median: float

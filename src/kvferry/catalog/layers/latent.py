@@ -52,7 +52,7 @@ def latent_attention(fields: Fields, kind: str, item: Item, has_indexer: bool) -
 
 def _indexer(fields: Fields) -> tuple[int, int]:
     """Heads and dimension of what scores which tokens a query attends to; zeros where the model has none."""
-    # Which steps of a draft choose tokens anew: the keys to choose by are kept all the same.
+    # It says which steps of a draft choose tokens anew. The keys to choose by are kept in any case.
     fields.skip("index_share_for_mtp_iteration")
     if not fields.has("index_topk"):
         return 0, 0
@@ -95,11 +95,11 @@ def indexer_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 
 def _sparse_layers(sparse: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Those that choose blocks of tokens by keys of their own. An indexer with values of its own is not known."""
+    """Per layer whether it chooses blocks of tokens by keys of its own. An indexer with its own values is an error."""
     sparse.skip(
         *(f"sparse_{name}" for name in ("block_size", "topk_blocks", "init_block", "local_block", "score_type"))
     )
-    sparse.skip("sparse_num_index_heads")  # of queries, which share one key
+    sparse.skip("sparse_num_index_heads")  # heads of queries, which share one key
     if not sparse.flag("use_sparse_attention", True):
         sparse.skip(*sparse.values)
         return (False,) * num_layers

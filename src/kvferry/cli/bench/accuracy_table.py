@@ -13,7 +13,7 @@ NOTHING = "-"
 
 
 def show(measured: Measured, faults: list[str]) -> None:
-    """A row for each question, a column for each run; then the verdict."""
+    """Print the table, with a row for each figure and a column for each run, and then the verdict."""
     out = Console(highlight=False, markup=False)
     out.print(_table(measured))
     if measured.unscored:
@@ -28,7 +28,7 @@ def show(measured: Measured, faults: list[str]) -> None:
 
 
 def show_verdict(out: Console, faults: list[str]) -> None:
-    """Whether the split is as good as the whole, or why not."""
+    """Print whether the split is as good as the whole, or why not."""
     if faults:
         out.print("The split does not answer as the whole does:", style="bold red")
         for fault in faults:
@@ -38,7 +38,7 @@ def show_verdict(out: Console, faults: list[str]) -> None:
 
 
 def runs_table() -> Table:
-    """A column for each run, no rows yet."""
+    """A table with a column for each run and no rows yet."""
     table = Table(title="Whole and split", title_justify="left", title_style="bold")
     table.add_column("")
     for name in ("whole", "whole, in other batches", "split"):
@@ -74,10 +74,10 @@ def _table(measured: Measured) -> Table:
 
 
 def number(value: float | None) -> str:
-    """In words."""
+    """The number to four decimals, or `-` for None."""
     return NOTHING if value is None else f"{value:.4f}"
 
 
 def part_of(part: int | None, total: int) -> str:
-    """In words."""
+    """`3 of 5`, or `-` where the part is None."""
     return NOTHING if part is None else f"{part} of {total}"

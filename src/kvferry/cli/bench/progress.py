@@ -14,7 +14,7 @@ LINE_S = 10.0
 
 
 class BenchProgress(Progress):
-    """`columns` come after the usual ones."""
+    """A display of progress, with `columns` after the usual ones."""
 
     def __init__(self, *columns: ProgressColumn) -> None:
         usual = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -22,7 +22,7 @@ class BenchProgress(Progress):
         self._line_at = time.monotonic() + LINE_S
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
-        """As that of rich."""
+        """Update a task as rich does. Where stderr is no terminal, print a line at most every `LINE_S` seconds."""
         super().update(task_id, **changes)
         if self.disable and time.monotonic() >= self._line_at:
             self._line_at = time.monotonic() + LINE_S

@@ -32,15 +32,15 @@ from kvferry.cli.bench.table import show
 from kvferry.errors import ConfigurationError
 from kvferry.system import os_error_text
 
-# A load generator that is later than this measures itself.
+# A load generator that is later than this measures itself instead of the server.
 LATE_MS = 50.0
 
 Plans = list[tuple[float, tuple[PlannedRequest, ...]]]
-"""For each run, its rate in requests/s and its requests."""
+"""The rate in requests/s and the requests of each run."""
 
 
 def headers_named(words: list[str]) -> dict[str, str]:
-    """`Name: value`, and the API key of the environment where none of them is a key. Raises ConfigurationError."""
+    """The headers of words `Name: value`, with the environment's API key if none has one. Raises ConfigurationError."""
     headers = {}
     for word in words:
         name, colon, value = word.partition(":")
@@ -53,7 +53,7 @@ def headers_named(words: list[str]) -> dict[str, str]:
 
 
 def bench_serve(options: BenchOptions) -> int:
-    """Exit code 0, or 1 when no request at all was answered. Raises ConfigurationError."""
+    """Run the load and return the exit code: 0, or 1 when no request was answered. Raises ConfigurationError."""
     plot, plans = console.page_file(options.plot), _plans(options)
     slo = slo_named(options.slo, options.itl_by) if options.slo else Slo(itl_by=options.itl_by)
     try:
@@ -106,7 +106,7 @@ async def _run(options: BenchOptions, plans: Plans, slo: Slo) -> tuple[Target, t
 
 
 async def _warm_up(options: BenchOptions, target: Target, planned: tuple[PlannedRequest, ...]) -> None:
-    """Raises ConfigurationError when the server does not answer such requests."""
+    """Send a few requests first. Raises ConfigurationError when the server answers none of them."""
     if not options.warm_up:
         return
     outcome = await run_load(target, planned[: options.warm_up], 1, options.timeout, _ignore)
@@ -120,7 +120,7 @@ async def _warm_up(options: BenchOptions, target: Target, planned: tuple[Planned
 
 
 def _ignore(record: Record) -> None:
-    """Nobody watches a warm-up."""
+    """Do nothing, as nobody watches a warm-up."""
 
 
 def _warn(report: Report) -> None:
@@ -130,7 +130,7 @@ def _warn(report: Report) -> None:
 
 
 def _counter(progress: Progress, task: TaskID) -> Callable[[Record], None]:
-    """Counts a request that has ended on a line of the display."""
+    """Return a function that counts a request that has ended, on a line of the display."""
 
     def count(record: Record) -> None:
         errors = progress.tasks[task].fields["errors"] + bool(record.error)
@@ -140,7 +140,7 @@ def _counter(progress: Progress, task: TaskID) -> Callable[[Record], None]:
 
 
 def _json(options: BenchOptions, target: Target, reports: tuple[Report, ...]) -> dict[str, Any]:
-    """Of one run its figures; of several those of each under `sweep`, and what they come to."""
+    """The JSON output: the figures of one run, or those of each run under `sweep` and, with limits, the best of all."""
     facts: dict[str, Any] = {
         "model_id": target.model,
         "url": target.url,

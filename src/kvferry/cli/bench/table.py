@@ -22,7 +22,7 @@ TIMES = (
 
 
 def show(reports: Sequence[Report], attainment: float) -> None:
-    """One run in full; of several a row each, and at which rate so much was within the limits, if there are any."""
+    """Print one run in full, or a row for each of several and, with limits, the rates at which they were met best."""
     out = Console(highlight=False, markup=False)
     if len(reports) == 1:
         out.print(_times(reports[0]))
@@ -39,7 +39,7 @@ def show(reports: Sequence[Report], attainment: float) -> None:
 
 
 def _say(out: Console, words: str) -> None:
-    """Whoever reads from a pipe looks for whole lines."""
+    """Print words, wrapped on a terminal only: whoever reads from a pipe looks for whole lines."""
     out.print(words, soft_wrap=not out.is_terminal, markup=False)
 
 
@@ -68,13 +68,13 @@ def _words(report: Report) -> str:
 
 
 def limits(slo: Slo) -> str:
-    """`ttft <= 5 s, mean itl <= 0.1 s`; empty without any."""
+    """The limits in words, such as `ttft <= 5 s, mean itl <= 0.1 s`; empty without any."""
     named = (("ttft", slo.ttft_s), (f"{slo.itl_by} itl", slo.itl_s), ("e2el", slo.e2el_s))
     return ", ".join(f"{name} <= {limit_s:g} s" for name, limit_s in named if math.isfinite(limit_s))
 
 
 def _rates(reports: Sequence[Report]) -> Table:
-    """Of any width, rather than with figures that are cut; that of usual figures fits a terminal."""
+    """The table of several runs, a row each. With usual figures it fits a terminal, and none of them is cut."""
     has_limits = reports[0].slo.is_limited
     table = Table(title="times in ms", title_justify="left", show_edge=False, pad_edge=False)
     limited = ("within\nlimits", "goodput") if has_limits else ()

@@ -134,7 +134,7 @@ def _devices(options: DoctorOptions) -> tuple[str, str, list[tuple[str, str, str
 
 
 def _missing(device: str) -> Iterator[Finding]:
-    """That a device is planned for which is not here."""
+    """Warn where the report is for a kind of device that this machine does not have."""
     if device in KINDS and device not in {each.kind for each in accelerators()}:
         what = f"this machine has no {device} device; the report describes a machine that has one"
         hint = "omit --device to check the devices of this machine"
@@ -165,7 +165,7 @@ def _rates_as_json(rates: Rates) -> dict[str, Any]:
 
 
 def _print(report: _Report, screen: Console) -> None:
-    """The verdict first, then what it follows from."""
+    """Print the verdict first, then what it follows from."""
     screen.print(_verdict(report), style=STYLES.get(worst(report.findings), "green"), soft_wrap=not screen.is_terminal)
     if report.findings:
         screen.print("\nFindings", style="bold")
@@ -216,7 +216,7 @@ def _line(screen: Console, name: str, value: str) -> None:
 
 
 def _print_beside(screen: Console, head: str, text: str, indent: int, style: str = "") -> None:
-    """Behind a head, with lines of its own on a screen. Whoever reads from a pipe looks for whole lines."""
+    """Print text behind a head, wrapped on a terminal only: whoever reads from a pipe looks for whole lines."""
     lines = [text]
     if screen.is_terminal:
         lines = [line.plain for line in Text(text).wrap(screen, max(LEAST_WIDTH, screen.width - indent))]

@@ -40,7 +40,7 @@ def _loopback_over(name: str, say: Callable[[str], None]) -> Measurement:
 
 
 def _of_one(found: Measurement) -> Iterator[Finding]:
-    """Of a transport that was tried for itself: that tcp is tcp is no surprise then."""
+    """What is wrong with a transport that was asked for by name, so that tcp over TCP is no finding."""
     expected = "a successful copy"
     if not found.error:
         yield from diagnose(found, Direction.READ, Place.SAME_HOST, local_context(found.name))
@@ -59,7 +59,7 @@ def _of_one(found: Measurement) -> Iterator[Finding]:
 def verdict(measurements: Iterable[Measurement]) -> str:
     """What `--transport auto` would take: it stops trying where nothing better can come."""
     tried: list[Measurement] = []
-    # Those that copy once first, as an agent tries them.
+    # An agent, too, first tries the transports that copy once.
     for found in sorted(measurements, key=lambda each: not each.copies_once):
         if is_worth_testing(found.copies_once, tried):
             tried.append(found)

@@ -36,7 +36,7 @@ class ModelNames:
 
 
 def plain(number: int | Fraction) -> int | float:
-    """As JSON has it."""
+    """The number as JSON can hold it: a fraction becomes a float."""
     return number if isinstance(number, int) else float(number)
 
 
@@ -137,7 +137,7 @@ def layout_facts(side: Side, names: ModelNames) -> list[dict[str, Any]]:
 
 
 def _block_facts(shape: EngineShape, layout: Layout, placements: list[Placement], num_layers: int) -> dict[str, Any]:
-    """Of the first state of a group: the others lie beside it."""
+    """How the first state of a group lies in its blocks: the other states lie beside it."""
     placement, num_kinds = placements[0], len(placements) // num_layers
     state, group = layout.state_named()[placement.state], layout.groups[placement.group]
     steps = _steps(shape, state, placement)
@@ -160,7 +160,7 @@ def _block_facts(shape: EngineShape, layout: Layout, placements: list[Placement]
 
 
 def _kinds(state: State) -> str:
-    """What to call the states of a layer: the first of two of attention is its key."""
+    """What to call the states of a layer: `k/v` where the first of them is the key of attention."""
     return "k/v" if state.name.endswith(".k") else "state"
 
 
@@ -182,7 +182,7 @@ def _steps(shape: EngineShape, state: State, placement: Placement) -> list[str]:
 
 
 def _axes(layout: Layout, names: ModelNames) -> dict[str, list[int]]:
-    """The part of each divided axis that a rank holds, over all its states; of several of one name, of the longest."""
+    """The part of each divided axis that a rank holds, over all its states. The longest of those of one name counts."""
     spans: dict[str, list[Span]] = {}
     for placement in layout.placements:
         for axis, span in zip(names.axes[placement.state], placement.spans, strict=True):
@@ -227,7 +227,7 @@ def _hull(numbers: list[int]) -> list[int]:
 
 
 def _layer_name(state: State) -> str:
-    """A layer may have several mixers: `model.layers.3` for all of their states."""
+    """The layer of a state, such as `model.layers.3`: it may have several mixers, and each has states of its own."""
     return ".".join(state.name.split(".")[:3])
 
 

@@ -184,7 +184,7 @@ def _tables(side: Side, options: PlanOptions) -> list[list[int]]:
 
 
 def _table(facts: dict[str, Any], *, is_narrow: bool = False) -> Table:
-    """With `is_narrow`, layers have no column of their own."""
+    """The table of a plan. With `is_narrow`, layers have no column of their own."""
     title = f"{facts['model']}: {facts['source']['words']} → {facts['target']['words']}"
     table = Table(title=title, title_justify="left", show_footer=True, show_edge=False, pad_edge=not is_narrow)
     columns = [
@@ -208,13 +208,13 @@ def _table(facts: dict[str, Any], *, is_narrow: bool = False) -> Table:
 
 
 def _width_of(table: Table) -> int:
-    """In columns of a screen, where nothing is cut."""
+    """How many columns of a screen a table takes if nothing is cut."""
     screen = Console(width=MAX_WIDTH, markup=False)
     return Measurement.get(screen, screen.options, table).maximum
 
 
 def _figures(pair: dict[str, Any], num_alike: int) -> list[str | Text]:
-    """Its size and what each strategy takes, the chosen one first."""
+    """The size and rows of a pair, and the time that each strategy takes, the chosen one first."""
     each = "\neach" if num_alike > 1 else ""
     others = {name: price for name, price in pair["prices"].items() if name != pair["strategy"]}
     return [
@@ -226,7 +226,7 @@ def _figures(pair: dict[str, Any], num_alike: int) -> list[str | Text]:
 
 
 def _above(chosen: str, others: list[str]) -> Text:
-    """Lines, of which the first one counts."""
+    """Lines with the chosen strategy's text first, and the others dimmed below it."""
     return Text("\n").join([Text(chosen), *(Text(other, "dim") for other in others)])
 
 
@@ -245,7 +245,7 @@ def _layers_words(pair: dict[str, Any]) -> str:
 
 
 def _remarks(facts: dict[str, Any]) -> list[str]:
-    """About draft layers and replicas."""
+    """Lines about draft layers and replicas."""
     drafts = sorted({layer for pair in facts["pairs"] for layer in pair["draft_layers"]})
     lines = [f"  draft layers: {len(drafts)}, stored and moved with the last layer"] if drafts else []
     for name, side in (("prefill", facts["source"]), ("decode", facts["target"])):

@@ -20,13 +20,13 @@ class Row:
 
     @property
     def ranks(self) -> str:
-        """`0 → 0`, or of several `0-3 → 0-1`."""
+        """The ranks of source and target, such as `0 → 0`, or `0-3 → 0-1` for several pairs."""
         sources, targets = (sorted({pair[key] for pair in self.pairs}) for key in ("source_rank", "target_rank"))
         return f"{_ranks(sources)} → {_ranks(targets)}"
 
     @property
     def what(self) -> list[str]:
-        """Lines: which part of each axis, and which tokens. Of several pairs, how much each of them moves."""
+        """Lines that say which part of each axis and which tokens move, or how much each of several pairs moves."""
         first = self.first
         if len(self.pairs) == 1:
             return [*first["boxes"]] + ([first["tokens"]] if first["tokens"] != "all" else [])
@@ -37,7 +37,7 @@ class Row:
 
 
 def rows_of(pairs: Sequence[dict[str, Any]]) -> list[Row]:
-    """In the order of the first pair of each."""
+    """The rows of the table, in the order of the first pair of each."""
     alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for pair in pairs:
         alike.setdefault(_kind(pair), []).append(pair)

@@ -21,14 +21,14 @@ AT_ONCE: Final = 4
 
 
 def run(kind: str) -> Outcome:
-    """With all that the machine offers. Raises what `fleet_on` does."""
+    """Check a fleet on this kind of device, with all that the machine offers. Raises what `fleet_on` does."""
     with fleet_on(kind) as fleet:
         return check(fleet)
 
 
 def check(fleet: Fleet) -> Outcome:
-    """Tokens and log-probabilities of the split, beside those of the decode engine alone, one by one and several at
-    once."""
+    """Compare tokens and log-probabilities of the split with those of the decode engine alone, asked one by one and
+    several at once."""
     salt = f"qualify-{secrets.token_hex(4)}"
     whole = Server(fleet.decode_urls[0], fleet.model, at_once=AT_ONCE, salt=f"{salt}-whole")
     split = Server(fleet.url, fleet.model, at_once=AT_ONCE, salt=f"{salt}-split")

@@ -63,7 +63,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def show(report: Report, out: Console) -> None:
-    """The verdict between its reasons and its figures."""
+    """Print the checks, their figures if there are any, and then the verdict."""
     table = Table(title="Checks", title_justify="left")
     for name in ("check", "result", "what was seen"):
         table.add_column(name, overflow="fold")
@@ -99,7 +99,7 @@ def _kind(wanted: str) -> str:
 
 
 def _found_here() -> str:
-    """In a process of its own, as this one loads none of these libraries. Raises ConfigurationError when it fails."""
+    """The device that a child process finds: this one loads no such library. Raises ConfigurationError if it fails."""
     command = [sys.executable, "-m", FIND]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=FIND_S, check=True)
@@ -110,7 +110,7 @@ def _found_here() -> str:
 
 
 def _checks(only: Sequence[str]) -> tuple[Check, ...]:
-    """The first says what the machine is, which every report needs."""
+    """The checks to run. The first is always among them: it says what the machine is, which every report needs."""
     names = [check.name for check in CHECKS]
     if unknown := [name for name in only if name not in names]:
         raise ConfigurationError("no such check", found=", ".join(unknown), expected=", ".join(names))

@@ -22,14 +22,14 @@ KILL_S: Final = 30.0
 
 
 def run(kind: str) -> Outcome:
-    """Raises what `fleet_on` and `check` do."""
+    """Check a fleet on this kind of device. Raises what `fleet_on` and `check` do."""
     with fleet_on(kind) as fleet:
         return check(fleet)
 
 
 def check(fleet: Fleet) -> Outcome:
-    """Kill the prefill engine as nobody can prepare for, ask, start it again, ask. Raises RequestError when an answer
-    does not come."""
+    """Kill the prefill engine without warning, ask, start it again and ask. Raises RequestError when an answer does not
+    come."""
     before = _asked(fleet, "before")
     if not _is_moved(before):
         return failed(NAME, "nothing was moved to begin with: the decode engine computed the prompt")
@@ -51,7 +51,7 @@ def check(fleet: Fleet) -> Outcome:
 
 
 def _kill(pid: int) -> None:
-    """To its end. Raises TransportError when the system does not end it."""
+    """Kill a process and wait for its end. Raises TransportError when the system does not end it."""
     process = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(process, signal.SIGKILL)

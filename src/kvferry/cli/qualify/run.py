@@ -20,7 +20,7 @@ from kvferry.qualify.outcome import Outcome, Result, failed, skipped
 
 TOTAL_S: Final = 600.0
 LEAST_S: Final = 5.0
-"""With less time than this left, nothing is begun any more."""
+"""No check begins with less time than this left."""
 STOP_S: Final = 10.0
 LAST_WORDS: Final = 300
 NOT_ENDED: Final = "it has not ended"
@@ -31,7 +31,7 @@ Tell = Callable[[str], None]
 def outcomes(
     checks: Sequence[Check], kind: str, tell: Tell, clean: Callable[[Outcome], Outcome], total_s: float = TOTAL_S
 ) -> Iterator[Outcome]:
-    """Of all checks, within `total_s` altogether, each `clean` before anybody sees it. Where the machine itself is not
+    """Run all checks within `total_s` altogether, and yield each outcome after `clean`. Where the machine itself is not
     fit, nothing else is tried."""
     deadline = time.monotonic() + total_s
     unfit, over = "", f"the {total_s / 60:.3g} minutes are over"
@@ -81,7 +81,7 @@ def _run(check: Check, kind: str, limit_s: float, folder: Path) -> Outcome:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Everything that the check has started, too."""
+    """Kill a check and everything that it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     # What hangs inside a driver is not ended by anything; it is left behind.

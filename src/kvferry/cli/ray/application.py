@@ -23,12 +23,12 @@ NUM_REQUESTS = 1_000_000
 HEALTH_S = 2.0
 # Ray would kill the process that ends the engine's own server, and leave the server behind.
 OF_ENGINES = {"RAY_kill_child_processes_on_worker_exit": "0"}
-# Older ones make no application of Serve later than its class, and have other contexts of policies.
+# Older releases build the ASGI application together with its class, and give policies another context.
 OLDEST = (2, 60)
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """For `serve run kvferry.ray:app` and the configuration of `serve deploy`; `args` are the fields of `RaySettings`.
+    """What `serve run kvferry.ray:app` and configurations of `serve deploy` call. `args` are fields of `RaySettings`.
 
     Raises ConfigurationError for what cannot work on this cluster, before anything is started.
     """
@@ -36,7 +36,7 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 
 def application_of(settings: RaySettings) -> serve.Application:
-    """Raises ConfigurationError."""
+    """The application of these settings. Raises ConfigurationError."""
     _check_version(ray.__version__)
     token_file = settings.token_file or environment.token_file()
     if not token_file:
@@ -93,7 +93,7 @@ def _engines(side: Side, settings: RaySettings) -> serve.Application:
 
 
 def _actor_options(resources: dict[str, float]) -> dict[str, Any]:
-    """The process of the engine gets all of it: Ray shows it these devices only."""
+    """Options that give an actor's process all of these resources: Ray shows it these devices only."""
     others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU", "memory")}
     own = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
     return own | ({"memory": resources["memory"]} if "memory" in resources else {})

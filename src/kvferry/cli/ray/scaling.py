@@ -9,12 +9,12 @@ METRIC = "kvferry_load"
 
 
 class LoadPolicy:
-    """As many engines as give each of them `target` to do. Serve applies the delays and the limits of the settings."""
+    """Ask for so many engines that each has `target` to do. Serve applies the delays and the limits of the settings."""
 
     def __init__(self, target: float) -> None:
         self._target = target
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """The number that is wanted, and what to remember: nothing. Without a report everything stays as it is."""
+        """The number of engines that is wanted, and no state to keep. Without a report the number stays as it is."""
         loads = (context.aggregated_metrics or {}).get(METRIC, {})
         return (sum(loads.values()) / self._target if loads else context.target_num_replicas), {}

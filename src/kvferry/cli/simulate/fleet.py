@@ -33,7 +33,7 @@ from kvferry.simulate.simulation import simulate
 from kvferry.simulate.summary import Report, report_of
 from kvferry.system import os_error_text
 
-# After the last request of a trace.
+# How long a run goes on after the last request of a trace.
 END_OF_TRACE_S = 1.0
 
 
@@ -57,7 +57,7 @@ def simulate_fleet(options: FleetOptions, typed: str) -> None:
 
 @contextmanager
 def _router_silent() -> Iterator[None]:
-    """It logs each instance that goes down, a thousand in a rollout: the figures say it."""
+    """Silence the router, which logs each instance that goes down, a thousand in a rollout: the figures say it."""
     router = logging.getLogger("kvferry.router")
     before = router.level
     router.setLevel(logging.CRITICAL)
@@ -136,7 +136,7 @@ def _wires(options: CacheOptions) -> Wires:
 
 
 def _size_of(model: CacheModel) -> CacheSize:
-    """Of a prompt that fills all windows: what they hold is of fixed size then."""
+    """The size of the cache of a prompt that fills all windows: what they hold is of fixed size then."""
     kept = [each for each in model.kept() if each.state.per_token]
     windows = [(each, each.state.window_tokens or each.state.chunk_tokens) for each in kept]
     lasting = [each for each, window in windows if not window]

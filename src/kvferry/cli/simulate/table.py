@@ -18,7 +18,7 @@ ROWS = (
 
 
 def show(facts: Facts) -> None:
-    """One table: a column for the run, and three for each incident; then what is scarce."""
+    """Print a table with a column for the run and up to three for each incident, and then what is scarce."""
     out = Console(highlight=False, markup=False)
     columns = {"all": facts["figures"]}
     for number, incident in enumerate(facts["incidents"], 1):
@@ -33,7 +33,7 @@ def show(facts: Facts) -> None:
 
 
 def show_ratio(facts: Facts) -> None:
-    """A row for each fleet that was tried."""
+    """Print a table with a row for each fleet that was tried, and then the best one."""
     out = Console(highlight=False, markup=False)
     table = _table("prefill", "decode", "good", "goodput", "ttft p99", "itl p50", "scarcest")
     for row in facts["tried"]:
@@ -91,7 +91,7 @@ def _table(*names: str) -> Table:
 
 
 def _print(out: Console, table: Table) -> None:
-    """Of any width, rather than with figures that are cut."""
+    """Print a table as wide as it has to be, rather than with figures that are cut."""
     width = Console(width=1000, markup=False).measure(table).maximum
     Console(width=max(out.width, width), highlight=False, markup=False).print(table)
 

@@ -13,9 +13,9 @@ from kvferry.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class TopOptions:
-    """With `once` or `as_json` it ends after one reading, else with Ctrl-C.
+    """How to watch a router. With `once` or `as_json` the command ends after one reading, else with Ctrl-C.
 
-    `once` shows totals since the router started; JSON without it, rates over one `interval` of so many seconds.
+    `once` shows totals since the router started. JSON without it shows rates over one `interval`, in seconds.
     """
 
     url: Annotated[str, typer.Argument(help="URL of the router.")] = "http://127.0.0.1:8000"

@@ -18,7 +18,7 @@ from kvferry.transport.machine.hardware import ROOT, content
 # Where users say themselves how much memory a server may take.
 MEMORY_OPTIONS: Final = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--mem-fraction-static")
 MEMORY_VARIABLE: Final = "VLLM_CPU_KVCACHE_SPACE"
-# Of how many devices a server is: the product of these.
+# How many devices a server takes is the product of these.
 PARALLEL_OPTIONS: Final = (
     ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
     ("--pipeline-parallel-size", "-pp", "--pp-size"),
@@ -43,7 +43,7 @@ USED_MEMORY: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of one engine: variables of its process, words of its command line, and the same for people."""
+    """What one engine gets: variables of its process, words of its command line, and the same as text for people."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
@@ -63,8 +63,8 @@ class Machine:
 def shares(
     machine: Machine, engine: str, num_engines: int, arguments: Sequence[str], is_limited: bool
 ) -> tuple[Share, ...]:
-    """One for each engine, whose own options are `arguments`. `is_limited`: a variable says how much of the host's
-    memory they take. Whoever chooses devices is left alone.
+    """A share for each engine, whose own options are `arguments`. `is_limited`: a variable says how much of the host's
+    memory they take. Where the options choose devices, nothing is added.
 
     Raises ConfigurationError when there are not devices enough, and nothing says how to share one.
     """
@@ -103,7 +103,7 @@ def free_memory(root: Path = ROOT) -> float:
 
 
 def machine_here(variables: Mapping[str, str]) -> Machine:
-    """As the installed torch reaches it, which is that of the engines."""
+    """The machine as the installed torch reaches it: engines use the same torch."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -113,7 +113,7 @@ def machine_here(variables: Mapping[str, str]) -> Machine:
     count = torch.accelerator.device_count()
     value = next(filter(None, (variables.get(name) for name in VARIABLES.get(kind, ()))), "")
     named = tuple(filter(None, map(str.strip, value.split(","))))
-    # A process sees the devices before the first that is not there. Of parts of devices (MIG) it sees one.
+    # A process sees the devices named before the first that is not there, and only one part of a device (MIG).
     if named and all(name.startswith("MIG-") for name in named):
         return Machine(kind, named)
     return Machine(kind, named[:count] or tuple(map(str, range(count))))

@@ -28,7 +28,7 @@ from kvferry.errors import FerryError, RequestError, TransferError
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """So many tokens may be read from these pages, once the device has done what it was given until then."""
+    """The first `num_tokens` tokens may be read from `tables` once `is_computed`, when the device has written them."""
 
     is_computed: Callable[[], bool]
     tables: BlockTables
@@ -51,7 +51,7 @@ class FerrySender(BaseKVSender):
         dest_tp_ranks: object = None,
         pp_rank: object = None,
     ) -> None:
-        """Some versions of SGLang name ranks, which our agents find by themselves."""
+        """Promise the prompt's cache. Some versions of SGLang name ranks, which kvferry's agents find by themselves."""
         self.kv_mgr = mgr
         self.conclude_state: int | None = None
         self._request, self._room = request_being_made(), bootstrap_room
@@ -71,7 +71,7 @@ class FerrySender(BaseKVSender):
             self._error = error
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """In which row of SGLang's buffers the first token will be."""
+        """Note in which row of SGLang's buffers the first token will be."""
         self._row = aux_index or 0
 
     def send(
@@ -80,7 +80,7 @@ class FerrySender(BaseKVSender):
         state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
     ) -> None:
-        """More tokens lie in these pages, once the device is done with what it was given."""
+        """Note that more tokens lie in these pages, once the device is done with what it was given."""
         event, self._early_send_wait_event = self._early_send_wait_event, None
         self._pages += [int(page) for page in kv_indices]
         self._num_sent += num_kv_tokens or 0
@@ -116,8 +116,8 @@ class FerrySender(BaseKVSender):
         return KVPoll.Success if self._lease.ended else None
 
     def poll_pp_consensus(self) -> int:
-        """As `poll`: what the first stage of a pipeline asks before a prompt is computed, when all stages answer the
-        same."""
+        """Return what `poll` returns. The first stage of a pipeline asks this before a prompt is computed, when all
+        stages answer the same."""
         return self.poll()
 
     def failure_exception(self) -> None:
@@ -130,16 +130,16 @@ class FerrySender(BaseKVSender):
         raise TransferError(reason, f"the cache of room {self._room} was not read: {reason}", found=found)
 
     def abort(self) -> None:
-        """The client has gone."""
+        """Withdraw the lease because the client has gone."""
         self._withdraw()
 
     def clear(self) -> None:
-        """SGLang forgets the request."""
+        """Withdraw the lease, if it has not ended, because SGLang forgets the request."""
         self.kv_mgr.end_wait(self)
         self._withdraw()
 
     def get_transfer_metric(self) -> KVTransferMetric:
-        """A source does not see how long its readers take."""
+        """Return empty metrics, since a source does not see how long its readers take."""
         return KVTransferMetric()
 
     def _withdraw(self) -> None:

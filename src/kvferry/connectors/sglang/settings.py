@@ -1,4 +1,4 @@
-"""What users say: the variable `KVFERRY_SGLANG_CONFIG`, since SGLang has no option for what a backend wants to know."""
+"""The user's settings, read from `KVFERRY_SGLANG_CONFIG`: SGLang has no option for what a backend wants to know."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ VARIABLE = "KVFERRY_SGLANG_CONFIG"
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """As JSON, every key optional; the keys mean what they mean in `kv_connector_extra_config` on vLLM.
+    """The keys of the JSON object, all optional. They mean what they mean in `kv_connector_extra_config` on vLLM.
 
-    `engine_id` names this server to others; empty for one that is made up. `host` is the address on which the control
-    channel listens and is reached; `lease_s` is how long a computed cache waits for its reader, in seconds.
+    `engine_id` names this server to others. If it is empty, a name is made up. `host` is the address on which the
+    control channel listens and is reached. `lease_s` is how long a computed cache waits for its reader, in seconds.
     """
 
     engine_id: str = ""
@@ -34,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def settings_from(environment: Mapping[str, str]) -> Settings:
-    """Raises ConfigurationError for what is no JSON object of these keys."""
+    """Read the settings. Raises ConfigurationError for what is no JSON object of these keys."""
     try:
         return msgspec.json.decode(environment.get(VARIABLE, "{}"), type=Settings)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:

@@ -51,12 +51,12 @@ def owning_layers(allocators: list[Any]) -> list[int]:
 
 
 def _group(allocator: Any, size_bytes: int) -> CacheGroup:
-    """Block ids count from the pool's start, the sectors that are never given away included."""
+    """An allocator's cache group. Block ids count from the pool's start, sectors that are never given away included."""
     return CacheGroup(allocator.tokens_per_page, size_bytes // allocator.bytes_per_block, ring_tokens(allocator))
 
 
 def _states(allocator: Any) -> dict[int, list[State]]:
-    """By the number of their layer."""
+    """Return the states of each layer, by the number of the layer."""
     axes = (Axis("head", allocator.num_key_value_heads), Axis("dim", allocator.head_dim))
     dtype = str(allocator.cache_dtype).removeprefix("torch.")
     item_bytes, window = allocator.cache_dtype.itemsize, ring_tokens(allocator)

@@ -39,8 +39,8 @@ class SampledState(RequestState):  # type: ignore[misc]
 
 
 class TokenSampler:
-    """The tokens of one request. What it draws depends on its seed and its own logits only, so that an answer is the
-    same beside other requests, on another engine, and after a transfer."""
+    """Chooses the tokens of one request. What it draws depends on its seed and its own logits only, so that an answer
+    is the same beside other requests, on another engine, and after a transfer."""
 
     def __init__(self, job: Job) -> None:
         sampling = job.sampling
@@ -54,7 +54,7 @@ class TokenSampler:
 
     @classmethod
     def of(cls, job: Job) -> TokenSampler | None:
-        """None for a job that only wants the likeliest tokens."""
+        """Return the job's sampler, or None for a job that only wants the likeliest tokens."""
         return None if job.sampling.is_greedy else cls(job)
 
     def choose(self, logits: torch.Tensor, answer: list[int]) -> int:
@@ -108,7 +108,7 @@ class BatchSampler:
         states = [future.state for future in self._batch.requests_in_batch if future.has_new_token]
         for row, state in enumerate(states):
             if state.sampler is not None:
-                # In the host: a seed draws the same there whatever the device.
+                # On the host, where a seed draws the same whatever the device is.
                 output_ids[0, row] = self._token(state, scores[0, row : row + 1].cpu())
 
     def _token(self, state: SampledState, logits: torch.Tensor) -> int:
@@ -134,7 +134,7 @@ def _scored(request_id: str, logits: torch.Tensor, token_id: int, num_top: int) 
 
 
 def _constraints(sampling: Sampling) -> Processors:
-    """Those that look at the answer so far."""
+    """Return the logits processors that look at the answer so far."""
     processors: Processors = []
     if sampling.allowed_token_ids:
         allowed = list(sampling.allowed_token_ids)

@@ -64,7 +64,7 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
         return states
 
     def _tell_progress(self) -> None:
-        """Upstream moves `position_offset` on when it prepares a step: only between steps is so much really there."""
+        """Tell how far requests are. Upstream moves `position_offset` on early: it is true only between steps."""
         for request_id, num_told in self._loop_state.num_told.items():
             state = self.active_requests.get(request_id)
             if state is not None and state.position_offset > num_told:
@@ -72,7 +72,7 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
                 self._loop_state.emit(Progressed(request_id, self.tables(request_id), state.position_offset))
 
     def tell_states(self, num_states: int) -> None:
-        """In the middle of a step: the first states of what it computes are there."""
+        """Tell, in the middle of a step, that the first `num_states` states of what the step computes are there."""
         for request_id, num_tokens in self._loop_state.in_step.items():
             num_told = self._loop_state.num_told[request_id]
             ahead = Ahead(num_tokens, num_states)
@@ -143,7 +143,7 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
         return all(not ring or num_tokens <= ring for ring in rings)
 
     def _store(self, request_id: str, num_tokens: int) -> bool:
-        """Blocks in ascending order: neighbours in the pool then travel as one piece."""
+        """Allocate blocks in ascending order: neighbours travel as one piece. Return whether there are enough."""
         self.cache.pool.try_to_free_sectors()
         if not self.cache.can_store_request_tokens(RequestState(request_id, []), num_tokens):
             return False
@@ -160,13 +160,13 @@ class EventRouter(OutputRouter):  # type: ignore[misc]
         self._loop_state = loop_state
 
     def deliver(self, output: Any) -> None:
-        """One output of one request: all its tokens so far."""
+        """Hand on one output of one request: all its tokens so far."""
         counts, finished = self._loop_state.num_computed, output.is_finished()
         num_computed = (counts.pop if finished else counts.get)(output.request_id, 0)
         tokens = tuple(output.generated_tokens)
         self._loop_state.emit(Produced(output.request_id, tokens, num_computed, finished, output.error or ""))
 
     def deliver_batch(self, outputs: list[Any]) -> None:
-        """The outputs of one step."""
+        """Hand on the outputs of one step."""
         for output in outputs:
             self.deliver(output)

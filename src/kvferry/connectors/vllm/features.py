@@ -24,7 +24,7 @@ OLDEST, NEWEST = (0, 29), (0, 33)
 
 Tables = Sequence[Sequence[int]]
 
-# Without these there is no way around: module, class, and what it has to have.
+# What the connector cannot do without: module, class, and the attributes that the class must have.
 NEEDED: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("vllm.distributed.kv_transfer.kv_connector.v1.base", "SupportsHMA"): ("request_finished_all_groups",),
     ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1"): (
@@ -76,7 +76,7 @@ def check_version() -> None:
 
 
 def unsupported(why: str) -> ConfigurationError:
-    """The error for this vLLM."""
+    """The error for a vLLM that is not supported."""
     return ConfigurationError(
         "this vLLM's connector interface is not supported",
         found=f"{vllm.__version__}: {why}" if why else vllm.__version__,
@@ -96,7 +96,7 @@ def missing() -> list[str]:
 
 
 def _attributes(found: Any) -> set[str]:
-    """A field of a dataclass that has no default is nowhere else."""
+    """Return all attributes of a class. `dir` does not list a dataclass's fields that have no default."""
     return {*dir(found), *(one.name for one in fields(found))} if is_dataclass(found) else set(dir(found))
 
 
@@ -123,7 +123,7 @@ CACHE_HIT_SOURCE = _cache_hit_source()
 
 @dataclass
 class _Results:
-    """As vLLM has it since 0.30."""
+    """The results of transfers, in the form that vLLM has had since 0.30."""
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
@@ -150,7 +150,7 @@ def check_caches(vllm_config: Any, forgets: bool) -> None:
     """Raises ConfigurationError for caches that this version of vLLM cannot get from elsewhere. `forgets` says that
     some group gives up what it knows before its request ends."""
     if FAILS_BY_BLOCKS and forgets:
-        # It goes on behind the last block before the failed ones, with a window or a state that is not there; with
+        # This vLLM goes on behind the last block before the failed ones, with a missing window or state. With
         # several groups the first failure ends the engine.
         raise ConfigurationError(
             "this vLLM cannot go on when a cache with a window, chunks or states of fixed size does not arrive",
@@ -158,7 +158,7 @@ def check_caches(vllm_config: Any, forgets: bool) -> None:
             expected="vLLM 0.30 or later, or a model whose layers all have full attention",
         )
     if getattr(vllm_config.cache_config, "mamba_cache_mode", "none") == "all":
-        # Gone in 0.32. A state for every block: which one is the running one nobody has tried.
+        # Gone in 0.32. Every block has a state there, and nobody has tried which one is the running one.
         hint = "use --mamba-cache-mode align"
         raise ConfigurationError("states of every block cannot be transferred", found="mamba_cache_mode all", hint=hint)
 
@@ -230,14 +230,14 @@ def hash_inputs(request: Any, num_tokens: int) -> list[tuple[Any, ...]]:
 
 @lru_cache
 def _names_kinds() -> bool:
-    """Whether this vLLM says of an input which one it is: asked with a request that has nothing but a salt."""
+    """Whether this vLLM names the kind of each input. It is asked with a request that has nothing but a salt."""
     plain = SimpleNamespace(mm_features=[], lora_request=None, cache_salt="salt", prompt_embeds=None)
     keys, _ = generate_block_hash_extra_keys(plain, 0, 1, 0)
     return bool(keys == (("cache_salt", "salt"),))
 
 
 def _kinds(keys: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Without an adapter only media are pairs, and only a salt is a word."""
+    """Add the kind to each key. Without an adapter only media are pairs, and only a salt is a string."""
     for key in keys:
         match key:
             case (str(identifier), int(offset)):

@@ -45,7 +45,7 @@ class _Release(msgspec.Struct):
 
 
 class FerryMiddleware:
-    """ASGI middleware, which vLLM makes around its app. What is none of our own paths is passed on as it is."""
+    """ASGI middleware, which vLLM makes around its app. Requests that do not concern kvferry pass unchanged."""
 
     def __init__(
         self, app: ASGIApp, outcomes: FetchOutcomes = FETCH_OUTCOMES, starts: PrefillStarts = PREFILL_STARTS
@@ -56,7 +56,7 @@ class FerryMiddleware:
         self._workers = Workers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Answer one request, or pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -71,7 +71,7 @@ class FerryMiddleware:
             await self._app(scope, receive, send)
 
     async def _pass_unless_draining(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """While it ends, vLLM goes on listening, says that it is healthy, and answers new requests with nothing."""
+        """Pass a request on unless vLLM drains: then it listens and seems healthy, but answers with nothing."""
         if is_draining(scope["app"].state):
             body = error_body(DRAINING, "server_error", "draining", None)
             told = {**error_for(path, body), "status": "not ready", "reason": "it is draining"}
@@ -84,7 +84,7 @@ class FerryMiddleware:
             await self._pass(path, await BufferedRequest.read(scope, receive, MAX_BODY_BYTES), send)
 
     async def _pass(self, path: str, request: BufferedRequest, send: Send) -> None:
-        """What is asked for is known before vLLM knows it."""
+        """Pass on a request for an answer, after finding out whether it asks for an early prefill."""
         try:
             early = await self._early(path, request, send)
         except FerryError as error:
@@ -96,9 +96,9 @@ class FerryMiddleware:
             await self._pass_other(path, request, send)
 
     async def _early(self, path: str, request: BufferedRequest, send: Send) -> EarlyResponse | None:
-        """The response to an early prefill, if it is one. Raises FerryError.
+        """The response to an early prefill, if the request is one. Raises FerryError.
 
-        Nothing else of it is kept: an answer may take long, and a prompt be large.
+        Nothing else of the request is kept: an answer may take long, and a prompt be large.
         """
         early = early_prefill(path, request.body)
         if early is None:
@@ -131,8 +131,8 @@ class FerryMiddleware:
             response.close()
 
     async def _withdraw_lease(self, state: Any, name: str) -> None:
-        """A prefill has failed, or its client has left, perhaps after its prompt was computed: nobody else will end the
-        lease on its cache."""
+        """End the lease of a prefill that has failed or whose client has left, perhaps after its prompt was computed:
+        nobody else will end it."""
         try:
             await self._workers.withdraw_lease(state, name)
         except FerryError as error:
@@ -145,7 +145,7 @@ class FerryMiddleware:
             return _refusal(error)
 
     async def _release(self, scope: Scope, receive: Receive) -> dict[str, object]:
-        """Whoever was given a reference may say that nobody will fetch it."""
+        """End a lease. Whoever was given a reference may say that nobody will fetch it. Raises FerryError."""
         request = await BufferedRequest.read(scope, receive, MAX_RELEASE_BYTES)
         if not request.body:
             what = "the request body is empty or too large"
@@ -177,7 +177,7 @@ class FerryMiddleware:
         }
 
     def _meeting_place(self, state: Any, facts: Mapping[str, str]) -> dict[str, object]:
-        """Of several replicas it is not known in advance which one computes a prompt: they only decode in rooms."""
+        """The address for rooms. Several replicas have none and only decode there, since any may compute a prompt."""
         place = urlsplit(facts.get("address", "") if num_replicas(state) == 1 else "")
         return {"meets_in_rooms": True, "bootstrap_host": place.hostname or "", "bootstrap_port": place.port or 0}
 
@@ -187,7 +187,7 @@ def _refusal(error: FerryError) -> Response:
         case ConfigurationError():
             return json_response(501, error_body(str(error), "server_error", "not_available", None))
         case TransferError():
-            # Not of a cache that did not come, but of the parameters that were sent.
+            # The error is not about a cache that did not come, but about the parameters that were sent.
             status = 400 if error.reason == Reason.MALFORMED else 404
             return json_response(status, error_body(str(error), "invalid_request_error", error.reason, None))
         case _:

@@ -17,7 +17,7 @@ _NAMES = {
     RESPONSES: "{}_0",
 }
 MAX_PROMPTS = 256
-"""Of more than these nothing is known."""
+"""The names of no more prompts than these are known."""
 ANSWER_PATHS = frozenset(_NAMES)
 DECODE_MARK, PREFILL_MARK = b"do_remote_prefill", b"do_remote_decode"
 

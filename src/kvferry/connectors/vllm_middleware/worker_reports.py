@@ -1,7 +1,7 @@
 """What vLLM's workers report of fetches and prefills through its statistics, for the answers that wait for it.
 
-Both are in vLLM's API server, which makes each of them by itself: they meet in `FETCH_OUTCOMES` and `PREFILL_STARTS`.
-Only what an answer waits for is kept. Both may be used from any thread.
+The statistics and the answers are in vLLM's API server, which makes each of them by itself: they meet in
+`FETCH_OUTCOMES` and `PREFILL_STARTS`. Only what an answer waits for is kept. Both may be used from any thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ CHILD = re.compile(r"^[0-9]+_")
 
 @dataclass(frozen=True, slots=True)
 class FetchOutcome:
-    """How one request's cache came. Of one that did not, `reason` is why, and `words` tell it in full; where that
-    `is_fatal` the request ends with an error, else it is computed here.
+    """How one request's cache came. If it did not, `reason` is why, and `words` tell it in full. The request then ends
+    with an error if that `is_fatal`, and is computed here if not.
 
     `phases_s` are the seconds spent in each named phase of the transfer, those of the slowest rank.
     """
@@ -33,8 +33,8 @@ class FetchOutcome:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether nobody waited for it any more. An answer of today is not that request's, but of one that has taken
-        over its name."""
+        """Whether nobody waited for the cache any more. An answer that waits now is not that request's, but of one that
+        has taken over its name."""
         return self.reason == Reason.ABORTED
 
     def joined(self, other: FetchOutcome) -> FetchOutcome:
@@ -48,26 +48,26 @@ class FetchOutcome:
 
 @dataclass(slots=True)
 class _Expected:
-    """So many answers wait for the outcome of a request of this name; outcomes by the id that vLLM made of the name."""
+    """How many answers wait for a request of this name, and the outcomes by the ids that vLLM made of the name."""
 
     num_waiting: int = 0
     found: dict[str, FetchOutcome] = field(default_factory=dict)
 
 
 class FetchOutcomes:
-    """By vLLM's name of the request."""
+    """The outcomes of fetches that answers wait for, by vLLM's name of the request."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._expected: dict[str, _Expected] = {}
 
     def expect(self, name: str) -> None:
-        """An answer to a request of this name waits; `forget` follows."""
+        """Note that an answer to a request of this name waits. `forget` follows."""
         with self._lock:
             self._expected.setdefault(name, _Expected()).num_waiting += 1
 
     def note(self, request_id: str, outcome: FetchOutcome) -> None:
-        """What a rank reports of a request, by vLLM's id for it."""
+        """Note what a rank reports of a request, by vLLM's id for it."""
         with self._lock:
             for name in names_of(CHILD.sub("", request_id)):
                 if (expected := self._expected.get(name)) is not None:
@@ -75,8 +75,8 @@ class FetchOutcomes:
                     expected.found[request_id] = outcome if before is None else before.joined(outcome)
 
     def known(self, name: str) -> FetchOutcome | None:
-        """How the cache of the request of this name came, if that is known. Of several that cannot be told apart (a
-        client may use a name twice) nothing is."""
+        """How the cache of the request of this name came, or None if that is not known. It never is for several
+        requests that cannot be told apart (a client may use a name twice)."""
         with self._lock:
             expected = self._expected.get(name)
             if expected is None or expected.num_waiting > 1 or len(expected.found) != 1:
@@ -84,7 +84,7 @@ class FetchOutcomes:
             return next(iter(expected.found.values()))
 
     def failure(self, name: str) -> FetchOutcome | None:
-        """Why a request of this name has ended with an error, if a fetch is why; of several answers, that of any."""
+        """The failed fetch that ended a request of this name, or None. With several answers it may be any of theirs."""
         with self._lock:
             expected = self._expected.get(name)
             if expected is None or expected.num_waiting > 1:
@@ -93,7 +93,7 @@ class FetchOutcomes:
             return next(fatal, None)
 
     def forget(self, name: str) -> None:
-        """An answer that waited is over."""
+        """Note that an answer that waited is over."""
         with self._lock:
             expected = self._expected.get(name)
             if expected is not None:
@@ -103,26 +103,26 @@ class FetchOutcomes:
 
 
 class PrefillStarts:
-    """By the agents' name of an early prefill."""
+    """What waits for early prefills to start, by the agents' name of the prefill."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[str, Callable[[], object]] = {}
 
     def expect(self, name: str, started: Callable[[], object]) -> None:
-        """Call `started`, from whatever thread, when vLLM begins to compute it; `forget` follows."""
+        """Call `started`, from whatever thread, when vLLM begins to compute this prefill. `forget` follows."""
         with self._lock:
             self._waiting[name] = started
 
     def note(self, name: str) -> None:
-        """vLLM has begun to compute it."""
+        """Note that vLLM has begun to compute this prefill."""
         with self._lock:
             started = self._waiting.pop(name, None)
         if started is not None:
             started()
 
     def forget(self, name: str) -> None:
-        """Nobody waits any more. Unknown ones are fine."""
+        """Forget a prefill that nobody waits for any more. Unknown ones are fine."""
         with self._lock:
             self._waiting.pop(name, None)
 
@@ -132,7 +132,7 @@ PREFILL_STARTS = PrefillStarts()
 
 
 def names_of(request_id: str) -> Iterator[str]:
-    """What vLLM was asked to call a request: it adds random characters, unless it is told not to."""
+    """The names that vLLM may have been given for a request. vLLM adds random characters, unless it is told not to."""
     yield request_id
     name, dash, end = request_id.rpartition("-")
     if dash and len(end) == RANDOM_CHARACTERS:

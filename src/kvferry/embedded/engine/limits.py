@@ -40,7 +40,7 @@ class Limits:
             )
 
     def check_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
-        """Those of a field of a request. Raises RequestError."""
+        """Check the token ids in one field of a request. Raises RequestError."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
             raise RequestError(

@@ -41,7 +41,7 @@ class Token:
     scored: Scored | None = None
 
     def to_send(self) -> FirstToken:
-        """For a decode engine that computes no token of a prompt."""
+        """Return the token in the form for a decode engine that computes no token of a prompt."""
         if self.scored is None:
             return FirstToken(self.token_id)
         top = tuple((one.token_id, one.logprob) for one in self.scored.top)
@@ -69,8 +69,8 @@ class Prefilled:
 
 @dataclass(slots=True)
 class Entry:
-    """A request that owns, or waits for, blocks. The last item of `tokens` is a finishing token or an error, that of
-    `grown` all of a held prompt or an error."""
+    """A request that owns, or waits for, blocks. The last item of `tokens` is a finishing token or an error. The last
+    item of `grown` is all of a held prompt or an error."""
 
     request: Request
     is_leased: bool
@@ -85,7 +85,7 @@ class Entry:
         self.grown.put_nowait(error)
 
     def hear(self, event: Allocated | Progressed | Held | Produced | Scored | Unanswerable) -> None:
-        """What has happened to this request in the engine's thread."""
+        """Take in what has happened to this request in the engine's thread."""
         match event:
             case Allocated(_, tables):
                 self._grow(tables, 0)

@@ -40,7 +40,7 @@ class Caller:
 
 
 def caller_of(headers: Mapping[str, str]) -> Caller:
-    """Of headers whose names are looked up in lower case. Raises RequestError."""
+    """Read the caller from headers whose names are looked up in lower case. Raises RequestError."""
     return Caller(_request_id(headers.get("x-request-id")), _wants_report(headers.get(REPORT_HEADER)))
 
 
@@ -59,7 +59,7 @@ def _request_id(given: str | None) -> str:
 
 
 def _wants_report(given: str | None) -> bool:
-    """A value that is neither is refused: who sends it would look for an object that does not come."""
+    """Whether a report is wanted. Another value is refused: its sender would look for an object that does not come."""
     wanted = False if given is None else YES_OR_NO.get(given.strip().lower())
     if wanted is None:
         raise RequestError(
@@ -87,7 +87,7 @@ class Responder:
         self._begun: set[int] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Compute while the client is there."""
+        """Compute and send the answer while the client is there."""
         try:
             if not await _while_connected(self._respond(scope, receive, send), receive):
                 self._status = CLIENT_LEFT
@@ -163,7 +163,7 @@ class Responder:
         return sse(chunk | last)
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """With what every object of one answer repeats."""
+        """Return an object of the answer, with the fields that every one of its objects repeats."""
         return {
             "id": f"{self._shape.id_prefix}{self._caller.request_id}",
             "object": kind,
@@ -173,7 +173,7 @@ class Responder:
         }
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """The first one of a choice tells its prompt."""
+        """Return one object of a stream. The first one of a choice tells its prompt."""
         body = self._object(self._shape.chunk_kind, [choice])
         index = choice["index"]
         if index in self._begun:
@@ -206,14 +206,14 @@ def cache_headers(role: str, report: Report) -> dict[str, str]:
 
 
 def lost_headers(role: str, error: FerryError) -> dict[str, str]:
-    """Of an error instead of an answer: whether the cache is why, and the reason."""
+    """The headers of an error that comes instead of an answer: whether the cache is why, and the reason."""
     if role != "decode" or not isinstance(error, TransferError):
         return {}
     return {CACHE_HEADER: "lost", CACHE_REASON_HEADER: error.reason}
 
 
 def error_response(error: FerryError, failure: str, headers: dict[str, str]) -> Response:
-    """An error of ours; 503 for whatever went wrong because the engine has failed."""
+    """The response to an error, with status 503 for whatever went wrong because the engine has failed."""
     status, body = error_of(error)
     return json_response(503 if failure and status == 500 else status, body, headers)
 

@@ -38,7 +38,7 @@ def build(folder: Path) -> None:
 
 
 def _save_tokenizer(folder: Path) -> None:
-    """With the token that begins a text, which the packed form does not ask for: without it answers degenerate."""
+    """Save a tokenizer that adds the token that begins a text. The packed form does not, and answers degenerate."""
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=PACKED)
     begin = tokenizer.bos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -48,7 +48,7 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 def _save_model(folder: Path) -> None:
-    """As a model that was never quantised: what is loaded from a packed form refuses to be saved."""
+    """Save the model as if it was never quantised: what is loaded from a packed form refuses to be saved."""
     packed = AutoModelForCausalLM.from_pretrained(folder, gguf_file=PACKED, dtype=torch.float32)
     config = packed.config
     if hasattr(config, "quantization_config"):

@@ -42,7 +42,7 @@ class ChatPrompt:
 
 
 def chat_prompt(body: ChatBody | TokenizeChatBody) -> ChatPrompt:
-    """Raises RequestError for messages that are none, and for fields that exclude each other."""
+    """Read a chat's prompt. Raises RequestError for messages that are none, and for fields that exclude each other."""
     generates, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if generates and continues:
         raise RequestError(
@@ -62,7 +62,7 @@ def chat_prompt(body: ChatBody | TokenizeChatBody) -> ChatPrompt:
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As chat templates take them. Raises RequestError for what is not text, and for fields that nobody would read."""
+    """Messages as chat templates take them. Raises RequestError for other content than text, and for unread fields."""
     return [_plain(message, f"messages[{index}].") for index, message in enumerate(messages)]
 
 
@@ -143,7 +143,7 @@ def _part(fields: dict[str, Any], where: str) -> str:
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:
-    """Chat templates take arguments as an object, clients send them as its JSON text."""
+    """A tool call for chat templates, which take its arguments as an object. Clients send them as its JSON text."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:

@@ -1,4 +1,4 @@
-"""From what a client sends as a prompt to token ids."""
+"""Turns what a client sends as a prompt into token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.errors import RequestError
 
 Result = TypeVar("Result")
 
-# Characters, or tokens. What is shorter is tokenised sooner than a thread is asked to.
+# In characters, or tokens. A shorter text is tokenised sooner than a thread is asked to do it.
 SHORT_TEXT = 1 << 16
 MIN_SIZE = 64
 
@@ -28,15 +28,15 @@ class Prompts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # Of its own: others' name lookups share the loop's, and the end of the process waits for no more than one text.
+        # A thread of its own: name lookups share the loop's, and the end of the process waits for one text at most.
         self._thread = ThreadPoolExecutor(1, "tokenising")
 
     def close(self) -> None:
-        """No long text that is not begun is tokenised any more."""
+        """Stop tokenising long texts. One that has been begun is finished."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def token_ids(self, prompt: PromptInput) -> tuple[int, ...]:
-        """Raises RequestError when messages do not fit the model's chat template."""
+        """Return a prompt's token ids. Raises RequestError when messages do not fit the model's chat template."""
         match prompt:
             case tuple():
                 return prompt
@@ -53,8 +53,8 @@ class Prompts:
         return await self._off_loop(len(token_ids), lambda: list(map(str, convert(list(token_ids)))))
 
     async def text(self, token_ids: tuple[int, ...], field: str = "tokens") -> str:
-        """The text of these tokens, which a field has, special ones included. Raises RequestError for an id outside the
-        vocabulary."""
+        """Return the text of these tokens, special ones included. `field` is where they were sent. Raises RequestError
+        for an id outside the vocabulary."""
         self._engine.limits.check_ids(field, token_ids)
         decode = self._engine.tokenizer.decode
         return await self._off_loop(len(token_ids), lambda: str(decode(list(token_ids), skip_special_tokens=False)))
@@ -66,7 +66,7 @@ class Prompts:
         return prompt.text if isinstance(prompt, TextPrompt) else ""
 
     async def bad_words_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Each word as the start of a text, and within one. Raises RequestError for a word without tokens."""
+        """The ids of each word as the start of a text, and within one. Raises RequestError for a word without any."""
         return await self._off_loop(sum(map(_size, words)), lambda: self._of_words(words))
 
     def _of_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -82,7 +82,7 @@ class Prompts:
         return tuple(self._engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
-        """Done at once when it is little; others have their turn before, however much of little there is."""
+        """Do the work in a thread if `size` is large, else at once, after others have had their turn."""
         if size <= SHORT_TEXT:
             await asyncio.sleep(0)
             return work()
@@ -114,8 +114,8 @@ class Prompts:
         return str(text)
 
     def _check_values(self, values: dict[str, Any]) -> None:
-        """A name that the template does not have would be ignored, and one that transformers has says how to render.
-        Raises RequestError."""
+        """Refuse a name that the template does not have, since it would be ignored, and one that transformers has,
+        which says how to render. Raises RequestError."""
         if not values:
             return
         tokenizer = self._engine.tokenizer
@@ -138,5 +138,5 @@ class Prompts:
 
 
 def _size(text: object) -> int:
-    """Of a message or a word, in characters: each costs something besides its letters."""
+    """The size of a message or a word, in characters. Each costs something besides its letters."""
     return MIN_SIZE + len(str(text or ""))

@@ -33,7 +33,7 @@ class ScoredToken:
 
 
 def scored_token(tokenizer: Tokenizer, scored: Scored, text_offset: int) -> ScoredToken:
-    """From token ids to text, each token by itself."""
+    """Turn the token ids of a scored token into text, each token by itself."""
 
     def candidate(found: TokenLogprob) -> Candidate:
         text = tokenizer.decode([found.token_id], skip_special_tokens=False)
@@ -47,7 +47,7 @@ class AnswerChunk:
     """A part of choice `index` of an answer. The last one has a `finish_reason`, the report, and a prefill request's
     reference.
 
-    That of an early prefill comes in its first piece as well, which has nothing else.
+    The reference of an early prefill comes in its first chunk as well, which has nothing else.
     """
 
     text: str

@@ -35,7 +35,7 @@ class Report:
 
 
 def summed(reports: Sequence[Report]) -> Report:
-    """That of an answer with several choices, which nothing was received for, or of its only one."""
+    """The report of an answer from those of its choices. Nothing was received for an answer with several choices."""
     return replace(reports[0], tokens_computed=sum(report.tokens_computed for report in reports))
 
 
@@ -50,10 +50,10 @@ class Metrics:
         self._generated = self._counter("tokens_generated", "Generated tokens.")
         self._bytes = self._counter("received_bytes", "Bytes of cache that came from other engines.")
         self._failures = self._counter("transfer_failures", "Transfers that failed, by reason.", "reason")
-        # An alarm looks at what it grows by: a series that is not there before would hide the first one.
+        # An alarm looks at what the counter grows by: a series that is not there before would hide the first failure.
         self._failures.labels(Reason.DIGEST)
         self._peers = PeerLabels()
-        # By peer and transport, as those of vLLM's connector.
+        # These have the labels peer and transport, as those of vLLM's connector have.
         whose = ("peer", "transport")
         text = "Time of each phase of fetching a request's cache."
         self._phases = self._histogram("kvferry_engine_phase_seconds", text, PHASE_BUCKETS_S, "phase", *whose)
@@ -71,13 +71,13 @@ class Metrics:
         self._requests.labels(role, str(status)).inc()
 
     def count_failure(self, reason: str, seconds: float) -> None:
-        """A transfer was given up after so long, its time in the queue included. Whose it was is what a client said, so
-        no label names it."""
+        """Count a transfer that was given up after so many seconds, its time in the queue included. No label names the
+        peer: only a client said which one it was."""
         self._failures.labels(reason).inc()
         self._failed.labels(reason).observe(seconds)
 
     def observe_transfer(self, received: ReceivedCache, queue_s: float) -> None:
-        """One cache has come; it waited `queue_s` for blocks to come into."""
+        """Count one cache that has come. It waited `queue_s` for blocks to come into."""
         peer, report = self._peers.label(received.peer), received.report
         for phase, seconds in {"queue": queue_s, **report.phases_s}.items():
             self._phases.labels(phase, peer, report.transport).observe(seconds)

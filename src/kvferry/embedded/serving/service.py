@@ -61,7 +61,7 @@ class TokenizedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Those of every prompt, once, however many choices it has."""
+        """The number of tokens of all prompts, each counted once, however many choices it has."""
         return sum(len(request.prompt) for request in self.requests[:: self.ask.num_choices])
 
     def prompt(self, num_tokens: int) -> Prompt:
@@ -127,7 +127,7 @@ class Service:
         own = frozenset() if ask.ignores_eos else self.engine.stop_token_ids
         room = ask.role.room
         return Request(
-            # A client may repeat its ids. What decode knows is the room, which is for one request at a time.
+            # A client may repeat its ids. The decode side knows the room, which is for one request at a time.
             request_id=f"{request_id}-{next(self._numbers):x}" if room is None else room_names(room)[0],
             prompt=prompt,
             max_new_tokens=max_new_tokens,
@@ -154,7 +154,7 @@ class Service:
                 yield piece
 
     def _whole(self, call: TokenizedRequest, index: int) -> AsyncGenerator[AnswerChunk, None]:
-        """One choice, with nothing but this engine."""
+        """One choice, computed by nothing but this engine."""
         return self._pieces(call, self.engine.generate(call.requests[index]), Report(), index)
 
     async def _prefill(self, call: TokenizedRequest) -> AnswerChunk:
@@ -172,7 +172,7 @@ class Service:
         return self._prefilled(call, prefilled.first, reference)
 
     async def _prefill_early(self, call: TokenizedRequest) -> AsyncGenerator[AnswerChunk, None]:
-        """The reference first. From then on the blocks come back through the transfer only, however this ends."""
+        """Yield the reference first. From then on the blocks come back through the transfer only, however this ends."""
         request_id = call.requests[0].request_id
         reference = await (self._begin if call.ask.role.room is None else self._begin_in_room)(call)
         with ExitStack() as undo:
@@ -195,8 +195,8 @@ class Service:
         return reference
 
     async def _begin_in_room(self, call: TokenizedRequest) -> dict[str, object]:
-        """Who reads has been asked as well, and does not wait long for a lease that does not exist: the cache is
-        promised before there is room."""
+        """Promise a prompt's cache before there is room for it: its reader has been asked as well, and does not wait
+        long for a lease that does not exist."""
         promised: list[dict[str, object]] = []
 
         async def promise() -> None:
@@ -222,7 +222,7 @@ class Service:
         return reference
 
     async def _finish(self, request_id: str) -> Prefilled:
-        """Raises TransferError when the cache is not wanted any more before it is computed."""
+        """Wait until a promised cache is computed. Raises TransferError when it is not wanted any more before that."""
         try:
             return await self.engine.finish(request_id, partial(self.transfer.grow, request_id))
         except RequestError as error:
@@ -263,7 +263,7 @@ class Service:
         request_id = call.requests[0].request_id
         began = time.perf_counter()
         with ExitStack() as undo:
-            # Refused, or left by the client while it waited for room: the source need not keep the cache for us.
+            # Refused, or left by the client while it waited for room: the source need not keep the cache any longer.
             undo.callback(self.transfer.decline, request_id, call.ask.role.params)
             tables = await self.engine.reserve(call.requests[0])
             prompt = call.prompt(len(call.requests[0].prompt) - 1)
@@ -293,7 +293,7 @@ class Service:
         self, call: TokenizedRequest, tokens: AsyncGenerator[Token, None], report: Report, index: int = 0
     ) -> AsyncGenerator[AnswerChunk, None]:
         text, num_tokens, offset = TextStream(self.engine.tokenizer, call.ask.text), 0, 0
-        # Not before the first token: until then an error has a status of its own.
+        # The echo does not come before the first token: until then an error has a status of its own.
         echo = call.echoes[index] if call.echoes else ""
         try:
             async with aclosing(tokens):

@@ -59,7 +59,7 @@ class AgentTransfer:
     def __init__(self, config: AgentConfig, cache: Cache, release: Callable[[str], None]) -> None:
         self._reach = Reach.ANY_HOST if config.token else Reach.THIS_HOST
         self._agent = AsyncAgent(config, cache, self._on_released)
-        # Nothing of every group.
+        # No blocks of any group.
         self._nowhere: BlockTables = ((),) * len(cache.layouts[0].groups)
         self._release = release
         # The lease of each offered request: only who knows its id may end it.
@@ -69,7 +69,7 @@ class AgentTransfer:
 
     @property
     def agent(self) -> Agent:
-        """For its address, its peers and its counters."""
+        """The agent itself, for its address, its peers and its counters."""
         return self._agent.agent
 
     @property
@@ -78,7 +78,7 @@ class AgentTransfer:
         return "the transfer agent has stopped" if self._agent.has_stopped else ""
 
     async def start(self) -> None:
-        """Begin; notices come to the running loop."""
+        """Start the agent, whose notices come to the running loop."""
         await self._agent.start()
 
     async def wait_until_over(self) -> None:
@@ -103,17 +103,17 @@ class AgentTransfer:
         )
 
     async def promise(self, request_id: str, prompt: Prompt, room: int | None = None) -> dict[str, object]:
-        """Lease a prompt's blocks before they are computed; `grow` says how far that is. Returns the reference at once.
+        """Lease a prompt's blocks before they are computed. `grow` says how far that is. Returns the reference at once.
 
-        It stays promised, however long that takes, until all is computed: from then on it is an offer like any other.
-        A request in a `room` has its name. Raises TransferError.
+        It stays promised, however long that takes, until all is computed: from then on it is an offer like any other. A
+        request in a `room` has the room's name. Raises TransferError.
         """
         num_tokens, lease_id = prompt.num_tokens, new_lease_id() if room is None else room_names(room)[1]
         wanted = LeaseRequest(request_id, lease_id, self._nowhere, num_tokens, is_growing=True, prompt=prompt)
         return self._lease(wanted)
 
     def grow(self, request_id: str, grown: Grown, first: FirstToken | None = None) -> None:
-        """So much of what was promised is in these blocks, and stays; with the last token comes the `first` that
+        """Tell how much of what was promised is in these blocks, and stays. With the last token comes the `first` that
         follows. Unknown ids are fine."""
         tables, num_tokens = grown.block_tables, grown.num_tokens
         self.agent.grow(LeaseProgress(request_id, tables, num_tokens, grown.ahead, first))
@@ -147,7 +147,7 @@ class AgentTransfer:
 
     @property
     def address(self) -> str:
-        """Where it listens for other agents: `tcp://IP:port`."""
+        """Where the agent listens for other agents: `tcp://IP:port`."""
         return self.agent.address
 
     @property
@@ -156,12 +156,12 @@ class AgentTransfer:
         return self.agent.peers
 
     def abort(self, request_id: str) -> None:
-        """Nobody waits for this request any more, offered or being fetched. Unknown ids are fine."""
+        """End a request, offered or being fetched, that nobody waits for any more. Unknown ids are fine."""
         self.agent.abort(request_id)
         self.agent.withdraw(request_id)
 
     def decline(self, request_id: str, params: object) -> None:
-        """What the untrusted `params` refer to will not be fetched: the source hears of it, if it can be told, and need
+        """Tell the source, if it can be told, that what the untrusted `params` refer to will not be fetched. It need
         not wait for its lease to run out."""
         declining = asyncio.create_task(self._decline(request_id, params))
         self._declining.add(declining)
@@ -169,7 +169,7 @@ class AgentTransfer:
 
     async def _decline(self, request_id: str, params: object) -> None:
         try:
-            # Nothing of every group: should the source grant it before it hears of the end, that moves nothing.
+            # No blocks of any group: should the source grant it before it hears of the end, that moves nothing.
             wanted = _wanted(request_id, await self._remote(params), self._nowhere, UNKNOWN_PROMPT)
             self.agent.fetch(wanted)
         except FerryError as error:
@@ -185,7 +185,7 @@ class AgentTransfer:
         return remote.at(await self._agent.locate(remote.addresses[0], number_of(remote.reference)))
 
     def withdraw(self, params: object) -> bool:
-        """End the lease that these parameters refer to; whether there was one. Raises TransferError (`malformed`)."""
+        """End the lease of these parameters. Returns whether there was one. Raises TransferError (`malformed`)."""
         reference = from_params(params, self._reach).reference
         known = self._lease_ids.get(reference.request_id)
         if known is None or known != reference.lease_id:
@@ -233,5 +233,5 @@ def _wanted(request_id: str, remote: RemoteCache, block_tables: BlockTables, pro
 
 
 def _one_line(error: TransferError) -> str:
-    """What was found may come from a client, and must not look like a line of ours."""
+    """An error on one line. What was found may come from a client, and must not look like a line of kvferry's."""
     return "".join(letter if letter.isprintable() else " " for letter in str(error))

@@ -16,7 +16,7 @@ from kvferry.errors import LayoutError
 from kvferry.plan.description.span import MAX_STOP, Span
 from kvferry.plan.description.tokens import UNSHARED, TokenRange, TokenShare
 
-# A stride that nothing is multiplied with, as there is one block or token, is not held back by the region's size.
+# The region's size does not limit a stride between blocks or tokens where there is only one of them: this does.
 MAX_DISTANCE = 1 << 62
 
 
@@ -56,11 +56,11 @@ class State:
 
     @property
     def token_limits(self) -> tuple[bool, int, int, int]:
-        """What decides which tokens move: equal for states of which the same do."""
+        """What decides which tokens move: equal for states of which the same tokens move."""
         return self.per_token, self.window_tokens, self.chunk_tokens, self.compress_ratio
 
     def num_bytes(self, box: Sequence[Span]) -> int:
-        """What a box takes for one token or entry, or altogether for a state of fixed size."""
+        """The bytes that a box takes for one token or entry, or altogether for a state of fixed size."""
         return self.item_bytes * prod(map(len, box))
 
     def entries(self, tokens: TokenRange) -> TokenRange:
@@ -173,7 +173,7 @@ class Layout:
 
 
 def sharing_parts(layout: Layout) -> Layout:
-    """An equal layout that holds the very parts which an equal one of this process holds, addresses apart.
+    """An equal layout that shares its parts with the equal layouts of this process, addresses apart.
 
     Ranks of one fleet differ in the addresses of their regions only: what is known of a thousand of them then takes
     little more memory than what is known of one.
@@ -296,7 +296,7 @@ def _check_reach(layout: Layout, state: State, placement: Placement) -> None:
 
 
 def _check_overlap(group: CacheGroup, state: State, placement: Placement) -> None:
-    """From the innermost dimension outwards, each step must be longer than all that lies inside it."""
+    """Raises LayoutError unless each step, from the innermost dimension outwards, spans all that lies inside it."""
     steps = [(stride, len(span)) for span, stride in zip(placement.spans, placement.strides, strict=True)]
     steps.append((placement.block_stride, group.num_blocks * group.kernel_blocks))
     if state.per_token:

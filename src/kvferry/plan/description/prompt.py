@@ -1,7 +1,7 @@
 """Which prompt a cache belongs to: what a target says of its own, so that a source can tell it from another one.
 
-A reference is handed around by clients. Used with another prompt that is not longer, every byte would arrive as it
-should, and be the cache of something else.
+A reference is handed around by clients. If one were used with another prompt that is not longer, every byte would
+arrive, and be the cache of something else.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PromptInput:
     first_token: int = 0
 
     def encoded(self) -> bytes:
-        """As a part of a digest: no two inputs are the same bytes."""
+        """The bytes of this input in a digest: no two inputs have the same."""
         head = "".join(f"{len(part)}:{part}" for part in (self.kind, self.value))
         return f"{head}{self.first_token};".encode(errors="surrogatepass")
 
@@ -77,11 +77,11 @@ class Prompt:
         return len(self.tokens) // self.token_bytes
 
     def name(self, lease_id: str, num_tokens: int = MAX_TOKENS) -> PromptName:
-        """What its first `num_tokens` tokens are called where a lease is spoken of: another lease, another name."""
+        """The name of its first `num_tokens` tokens in messages about a lease: another lease, another name."""
         return self._name(lease_id, min(num_tokens, self.num_tokens)) if self.tokens else UNNAMED
 
     def begins_with(self, name: PromptName, lease_id: str) -> bool:
-        """Whether what has that name is this prompt, or the beginning of it. If either is not known it may be."""
+        """Whether the prompt of that name is this one, or the beginning of it. True if either is not known."""
         if not (self.tokens and name.value):
             return True
         return name.num_tokens <= self.num_tokens and self._name(lease_id, name.num_tokens) == name

@@ -16,7 +16,7 @@ from kvferry.plan.programs.copies import Column
 from kvferry.plan.routing.route import contains
 from kvferry.plan.routing.selection import Indices, Selection
 
-# A state of fixed size is taken piece by piece: as many of its last axes as fit.
+# A state of fixed size is taken in pieces of at most this size: as many of its last axes as fit.
 PIECE_BYTES = 1 << 10
 
 
@@ -33,18 +33,18 @@ class Grid:
 
     @property
     def num_bytes(self) -> int:
-        """Of one item."""
+        """The number of bytes of one item."""
         return self.run_bytes * prod(self.extents)
 
     @property
     def reach_bytes(self) -> int:
-        """From the first byte of an item to behind its last one."""
+        """The distance from the first byte of an item to behind its last one, in bytes."""
         return self.run_bytes + sum((e - 1) * s for e, s in zip(self.extents, self.strides, strict=True))
 
 
 class Shape(NamedTuple):
-    """What states share whose items are found alike. `pieces` are the leading axes of states of fixed size: extents and
-    strides, none for states with tokens."""
+    """What states have in common whose items are found in one way. `pieces` are the leading axes of states of fixed
+    size: extents and strides, none for states with tokens."""
 
     group: int
     block_stride: int
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateGroup:
-    """States of a part that are found alike: which of its states, and where their boxes begin in block 0, slot 0."""
+    """States of a part with one shape: their numbers in the part, and where their boxes begin in block 0, slot 0."""
 
     shape: Shape
     places: Indices
@@ -64,7 +64,7 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundPart:
-    """A part but for its range. `num_bytes` is what it takes of one token, or altogether where sizes are fixed.
+    """A part without its range. `num_bytes` is its size for one token, or altogether where sizes are fixed.
 
     Where `compress_ratio` tokens share an entry, entries are counted."""
 

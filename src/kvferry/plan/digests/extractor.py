@@ -24,13 +24,13 @@ from kvferry.plan.routing.selection import Indices
 
 # The strata of a state of fixed size when it is sampled.
 MAX_PIECES = 64
-# What has been bound before is kept, but not for ever: peers make these up.
+# At most so many bound parts are kept: peers make them up.
 MAX_KNOWN = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extract:
-    """States whose items look alike: `grid`. State `i` of them gives value `numbers[i]` of the digest.
+    """States whose items have the same `grid`. State `i` of them gives value `numbers[i]` of the digest.
 
     Its items begin at `starts[i] + shifts[i, :]`, absolute addresses; `shifts` has one row where all states have the
     same. All uint64.
@@ -47,7 +47,7 @@ class Extract:
 
     @property
     def num_bytes(self) -> int:
-        """Of all states together."""
+        """The number of bytes of all states together."""
         return len(self.numbers) * self.items_per_state * self.grid.num_bytes
 
     def addresses(self, states: slice, items: slice) -> NDArray[np.uint64]:
@@ -65,7 +65,7 @@ class Extractor:
         self._side = side
         self._known: dict[tuple[object, ...], BoundPart] = {}
         states = layout.state_named()
-        # Of one token, and of all states of fixed size.
+        # The bytes of one token, and those of all states of fixed size.
         self._token_bytes = self._fixed_bytes = 0
         for each in layout.placements:
             num_bytes = states[each.state].num_bytes(each.spans)
@@ -98,7 +98,7 @@ class Extractor:
         return self._known[key]
 
     def _check_sizes(self, parts: Sequence[Part], bound: Sequence[BoundPart], num_tokens: int) -> None:
-        """No tokens that the request does not have, and nothing twice: what is asked for takes our time."""
+        """Raises RequestError for tokens that the request lacks, and for more bytes than it has: digests take time."""
         total = 0
         for part, one in zip(parts, bound, strict=True):
             count = len(one.numbers(part))
@@ -134,7 +134,7 @@ class Extractor:
 
 
 def _picks(subject: Subject, part: Part, alike: StateGroup, numbers: range) -> Indices:
-    """Which items of each state of a lot: (states, items), or (1, items) where all states have the same.
+    """Which items of each state of a group to digest: (states, items), or (1, items) where all states have the same.
 
     Items are numbered among the tokens of a part, or among the pieces of a state of fixed size.
     """

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from kvferry.plan.routing.selection import Indices
 
 STRATUM_TOKENS = 16
-# Of each state, however short the request.
+# So many tokens of each state at least, however short the request.
 MIN_CHOSEN = 4
 
 _GOLDEN, _FIRST, _SECOND = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def chosen(numbers: range, stratum: int, num_states: int, seed: int) -> Indices:
-    """For each state the numbers to look at: int64, (states, numbers per state).
+    """The numbers to look at for each state: int64, (states, numbers per state).
 
     `numbers` must not be empty; `stratum` is how many lie in one stratum.
     """

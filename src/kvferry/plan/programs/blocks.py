@@ -19,7 +19,7 @@ BlockTables = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose blocks: a cache group, its number, and its side (`source` or `target`) for messages."""
+    """The owner of some blocks: a cache group, its number, and its side (`source` or `target`) for messages."""
 
     side: str
     number: int
@@ -96,7 +96,7 @@ def _listed(ids: Indices) -> str:
 
 
 def _integers(ids: Sequence[int], owner: Owner) -> Indices:
-    """As an array. Packing is strict, where numpy would round what is no integer, and three times as fast."""
+    """The ids as an array. Packing is strict, where numpy would round what is no integer, and three times as fast."""
     try:
         return np.frombuffer(struct.pack(f"={len(ids)}q", *ids), np.int64)
     except struct.error as error:

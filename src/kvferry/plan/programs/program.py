@@ -22,7 +22,7 @@ from kvferry.plan.programs.copies import Column, Copies, firsts
 from kvferry.plan.routing.route import Leg
 from kvferry.plan.routing.selection import Indices, Selection
 
-# For one block; a peer's strides decide how many there are. About 1 GB while they are sorted and merged.
+# The limit for one block; a peer's strides decide how many there are. About 1 GB while they are sorted and merged.
 MAX_SECTION_ROWS = 1 << 23
 
 
@@ -39,7 +39,7 @@ class BlockStrides(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of a section, on both sides."""
+    """The strides of a section, on both sides."""
 
     source: BlockStrides
     target: BlockStrides
@@ -142,7 +142,7 @@ def bind(legs: Sequence[Leg], source: Layout, target: Layout) -> Program:
     num_rows = 0
     for key in sorted(by_group):
         groups.append(_bind_group(by_group[key]))
-        # Each is bounded on its own, but a peer decides how many groups there are.
+        # Each group is bounded on its own, but a peer decides how many there are.
         num_rows += sum(map(len, (*groups[-1].units, *groups[-1].singles, *groups[-1].fixed)))
         _check_rows(num_rows)
     return Program(tuple(groups), region_starts(source, target))

@@ -20,16 +20,16 @@ A_PROMPT = TokenRange(0, 4096)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """Moves some states of a program: those are computed once the first `num_states` of the source's layout are."""
+    """Moves some states of a program. They are computed once the first `num_states` of the source's layout are."""
 
     num_states: int
     program: Program
 
 
 def bundles(legs: Sequence[Leg], source: Layout, target: Layout, num_bundles: int) -> tuple[Bundle, ...]:
-    """What `bind` makes of the legs of one pair of ranks, in `num_bundles` of about as many states, or in fewer: where
-    there are not so many, and where states that lie side by side, as keys and values may, would be more rows apart.
-    States are taken in the order of the source's layout; each is in one bundle.
+    """Bind the legs of one pair of ranks in `num_bundles` bundles of about as many states each. There are fewer bundles
+    where there are fewer states, and where states that lie side by side, as keys and values may, are fewer rows
+    together. States are taken in the order of the source's layout; each is in one bundle.
 
     Raises what `bind` raises.
     """
@@ -52,14 +52,14 @@ def _cut(by_state: Mapping[int, Sequence[Leg]], size: int, source: Layout, targe
 
 
 def _num_rows(cut: Sequence[Bundle], target: Layout) -> int:
-    """Of a prompt of some length."""
+    """The number of rows of the prompt `A_PROMPT`."""
     return sum(volume(bundle.program, (A_PROMPT,) * len(target.groups))[0] for bundle in cut)
 
 
 def token_at(program: Program, ranges: Ranges, share: float) -> int:
     """The token up to which about `share` of the bytes lie, where nothing has to be taken apart; 0 where there is none.
 
-    States of fixed size belong to what lies behind it: where they are more than that, nothing is cut.
+    States of fixed size belong to what lies behind it: where they are more than that part may have, the result is 0.
 
     Raises BlockTableError when a range runs backwards or is missing.
     """

@@ -126,7 +126,7 @@ def volume(program: Program, ranges: Ranges, stretch: Stretch = WHOLE) -> tuple[
 
 
 def seen(program: Program, ranges: Ranges) -> TokenRange:
-    """From the first token of which something moves to the last one, in whichever group.
+    """The tokens from the first of which something moves to the last one, in whichever group.
 
     Raises BlockTableError when a range runs backwards or is missing.
     """
@@ -138,7 +138,7 @@ def seen(program: Program, ranges: Ranges) -> TokenRange:
 
 
 def _seen(group: GroupProgram, tokens: TokenRange) -> TokenRange:
-    """From the first token of which something moves in one group to the last one."""
+    """The tokens from the first of which something moves in one group to the last one."""
     seen, each = group.state.seen_by_next(tokens), group.state.compress_ratio
     return TokenRange(seen.first * each, seen.last * each)
 
@@ -157,13 +157,13 @@ def _counted(program: Program, numbers: Sequence[range], is_last: bool) -> Itera
 
 
 def _all_numbers(program: Program, ranges: Ranges, stretch: Stretch) -> list[range]:
-    """See `_numbers`: those of every group. Raises BlockTableError when a range runs backwards or is missing."""
+    """The `_numbers` of every group. Raises BlockTableError when a range runs backwards or is missing."""
     check_ranges(ranges)
     return [_numbers(group, _range_of(group, ranges), stretch) for group in program.groups]
 
 
 def check_ranges(ranges: Ranges) -> None:
-    """Raises BlockTableError for one that runs backwards or begins before the first token."""
+    """Raises BlockTableError for a range that runs backwards or begins before the first token."""
     for tokens in ranges:
         if not 0 <= tokens.first <= tokens.last <= MAX_STOP:
             expected = f"0 <= first <= last <= {MAX_STOP}"
@@ -212,7 +212,7 @@ def _places(group: GroupProgram, numbers: range) -> tuple[Indices, Indices]:
 def _group_places(
     group: GroupProgram, source: Blocks, target: Blocks, numbers: list[range], has_fixed: bool
 ) -> Iterator[Places]:
-    """`numbers` are those of each stretch; states of fixed size, if wanted, belong to the last one."""
+    """The places of a group. `numbers` are those of each stretch; any states of fixed size belong to the last one."""
     units, singles = zip(*(_places(group, at) for at in numbers), strict=True)
     none = np.zeros(0, np.int64)
     fixed = (*[none] * (len(numbers) - 1), np.zeros(1, np.int64) if has_fixed else none)

@@ -13,8 +13,8 @@ from kvferry.plan.programs.program import GroupProgram, Program
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The tokens of a request in `tokens`; states of fixed size are those after its last token, so they belong to the
-    stretch that `is_last`."""
+    """A part of a request: the tokens in `tokens`. States of fixed size are as after the request's last token, so they
+    belong to the stretch that `is_last`."""
 
     tokens: TokenRange
     is_last: bool
@@ -32,7 +32,7 @@ def parted(token: int) -> tuple[Stretch, Stretch]:
 
 
 def unit_tokens(program: Program) -> int:
-    """So many tokens, or a multiple of them, need not be taken apart in any group."""
+    """The number of tokens which, like its multiples, need not be taken apart in any group."""
     return lcm(*(_unit_tokens(group) for group in program.groups))
 
 
@@ -51,9 +51,8 @@ def stretch_tokens(program: Program, most_bytes: int) -> int:
 
 
 def even_stretches(ranges: Sequence[TokenRange], most_tokens: int, unit: int) -> tuple[Stretch, ...]:
-    """As few stretches of at most `most_tokens` as there can be, all of about one length: with a short one at the end,
-    the others would wait for each other longer than they have to. Cuts are multiples of `unit`, of which `most_tokens`
-    is one, too."""
+    """The fewest stretches of at most `most_tokens`, all of about one length: with a short one at the end, the others
+    would wait for each other longer than they have to. Cuts are multiples of `unit`, and so is `most_tokens`."""
     first, last = _ends(ranges)
     start = first // unit * unit
     num_stretches = max(1, -(-(last - start) // most_tokens))
@@ -61,7 +60,7 @@ def even_stretches(ranges: Sequence[TokenRange], most_tokens: int, unit: int) ->
 
 
 def stretches(ranges: Sequence[TokenRange], num_tokens: int) -> tuple[Stretch, ...]:
-    """Cut where a multiple of `num_tokens` is, from the first wanted token to the last; one even when none is."""
+    """Cut at multiples of `num_tokens`, from the first wanted token to the last; one stretch if none is wanted."""
     first, last = _ends(ranges)
     return _cut(first // num_tokens * num_tokens, last, num_tokens)
 
@@ -79,7 +78,7 @@ def _ends(ranges: Sequence[TokenRange]) -> tuple[int, int]:
 
 
 def _num_bytes(group: GroupProgram, num_tokens: int) -> int:
-    """What a group has of so many tokens, a multiple of its unit."""
+    """The bytes of so many tokens in one group, a multiple of its unit."""
     num_periods = num_tokens // group.state.compress_ratio // group.tokens.period
     num_units = num_periods * len(group.tokens.first) // group.unit_tokens
     return num_units * sum(section.length * len(section) for section in group.units)

@@ -2,8 +2,8 @@
 
 The rows of a section are put together to strips where they lie side by side in the target's blocks, whatever block it
 is. What is packed lies in the order of the target's addresses, and within a strip that order is known once for all
-blocks: only the strips of a request are sorted, and rows are never listed. What takes time for a slot then is less its
-strips than the number of calls; so these are made for some stretches together.
+blocks: only the strips of a request are sorted, and rows are never listed. A slot then takes time less for its strips
+than for the number of calls, so calls are made for some stretches together.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvferry.plan.programs.tiles import Tile
 from kvferry.plan.routing.selection import Indices
 from kvferry.plan.strategy.strategies import Side
 
-# Of sections that are larger no strips are kept: a peer decides how large they are.
+# No strips are kept of larger sections: a peer decides how large they are.
 KEPT_ROWS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strips:
-    """Of one section, as one side sees it.
+    """The strips of one section, as one side sees it.
 
     Strip i begins at the target's address `start[i]` in block 0, slot 0, and ends `reach[i]` bytes behind it;
     `num_bytes` of them are rows. At this side its first run begins at `address[i]` in block 0, slot 0; run j begins
@@ -67,8 +67,8 @@ def packed(
 ) -> tuple[tuple[Tile, ...], ...]:
     """What one side gathers or scatters for each stretch. Addresses in staging memory count from its beginning.
 
-    None at all where rows of several places may lie among one another, as those of single tokens do where heads lie
-    outside of tokens, or where strips are not alike: rows have to be sorted one by one then.
+    Empty where rows of several places may lie among one another, as those of single tokens do where heads lie outside
+    of tokens, or where strips are not alike: rows have to be sorted one by one then.
     """
     found = [(section, each) for each in places for section in each.sections]
     if not found:
@@ -127,8 +127,8 @@ def _placed(found: Sequence[tuple[Section, Places]], strips: Sequence[Strips], s
 
 
 def strips_of(section: Section, starts: RegionStarts, side: Side) -> Strips | None:
-    """None where the runs of two strips differ, as in no format that engines have. Runs never cross the border of a
-    region; `starts` are those of the layouts that the section was bound to."""
+    """The strips of a section, or None where the runs of two strips differ, as in no format that engines have. Runs
+    never cross the border of a region; `starts` are those of the layouts that the section was bound to."""
     find = _known if len(section) <= KEPT_ROWS else _strips_of
     return find(section, starts, side)
 

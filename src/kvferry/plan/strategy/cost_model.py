@@ -49,7 +49,7 @@ class Counts:
 
 
 class _Stage(NamedTuple):
-    """What a stage takes for one source, and for all of a target's, where that is done one by one."""
+    """The time of a stage for one source, and for all sources of a target where they are served one by one."""
 
     once_s: float
     all_s: float
@@ -57,8 +57,8 @@ class _Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one strategy would take. `num_rows` are posted (for scatter, at most; pack has slots). `shared`: so much of
-    it is the source's to write while the target reads the rest, mostly nothing."""
+    """What one strategy would take. `num_rows` are posted (for scatter, at most; pack has slots). `shared` is the share
+    that the source writes while the target reads the rest, mostly 0."""
 
     strategy: Strategy
     seconds: float
@@ -114,7 +114,7 @@ def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
 
 
 def _direct(num_rows: int, wire_s: float, costs: Costs) -> Price:
-    """In the faster way: all of it on one side, or a share on each."""
+    """The price of the faster direct way: one side moves everything, or each side a share."""
     alone_s = costs.latency_s + wire_s
     if costs.sharing_s:
         theirs = costs.fan_in / (costs.fan_in + costs.fan_out)
@@ -144,7 +144,7 @@ def _copy_s(counts: Counts, costs: Costs, bytes_per_s: float) -> float:
 
 
 def _overlapped_s(stages: Sequence[_Stage], counts: Counts, costs: Costs) -> float:
-    """What they take when they work on different slots at a time: the slowest one all, the others a slot; or, where
+    """The time of stages that work on different slots at a time: all of the slowest, one slot of each other; or, where
     they hold each other up, their share of all the work."""
     depth = max(1.0, counts.num_bytes / costs.slot_bytes)
     once_s = sum(stage.once_s for stage in stages)

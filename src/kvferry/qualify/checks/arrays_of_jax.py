@@ -38,7 +38,7 @@ Notices = SimpleQueue[kvferry.Notice]
 
 
 def run(kind: str) -> Outcome:
-    """On the devices that JAX takes by itself."""
+    """Check the devices that JAX takes by itself."""
     found = jax.devices()
     if found[0].platform != kind:
         return skipped(NAME, f"JAX has {found[0].platform} devices; pip install 'jax[tpu]' on a TPU")
@@ -46,8 +46,8 @@ def run(kind: str) -> Outcome:
 
 
 def check(devices: Sequence[jax.Device]) -> Outcome:
-    """The heads are divided over these devices. Every element type is moved both ways, and nothing is compiled while
-    that is done."""
+    """Move every element type both ways, with the heads divided over these devices, and see that nothing is compiled
+    while that is done."""
     figures: list[Figure] = []
     for dtype in DTYPES:
         with ExitStack() as stack:
@@ -102,7 +102,7 @@ class _Pair:
         return found, notices
 
     def _to_host(self) -> float:
-        """The median time. Raises TransportError when bytes are wrong, or do not come."""
+        """Return the median time in seconds. Raises TransportError when bytes are wrong, or do not come."""
         arrays = [self._noise(number) for number in range(2 * NUM_LAYERS)]
         with self.caches.turn() as turn:
             turn.arrays = tuple(map(self._put, arrays))
@@ -113,7 +113,7 @@ class _Pair:
         return statistics.median(taken)
 
     def _from_host(self) -> float:
-        """Like `_to_host`."""
+        """Return the median time in seconds. Raises TransportError as `_to_host` does."""
         arrays = [self._noise(-1 - number) for number in range(2 * NUM_LAYERS)]
         self._host[:] = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
         with self.caches.turn() as turn:
@@ -130,7 +130,7 @@ class _Pair:
         return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8).view(self._dtype).reshape(SHAPE)
 
     def _compare(self, wanted: list[NDArray[Any]], found: list[NDArray[Any]], way: str) -> None:
-        """Blocks of the table are there, and all others are as they were: zeros."""
+        """Check that blocks of the table are there, and all others are as they were: zeros. Raises TransportError."""
         others = sorted(set(range(NUM_BLOCKS)) - set(TABLE))
         for here, there in zip(found, wanted, strict=True):
             if not np.array_equal(_bits(here[list(TABLE)]), _bits(there[list(TABLE)])):
@@ -139,7 +139,7 @@ class _Pair:
                 raise TransportError(f"blocks of others were touched {way}")
 
     def _fetched(self, sources: list[kvferry.Agent], targets: list[kvferry.Agent], notices: Notices) -> float:
-        """From the first `fetch` to the last `Fetched`."""
+        """The time from the first `fetch` to the last `Fetched`, in seconds. Raises TransportError."""
         lease = kvferry.LeaseRequest(f"r{next(self._numbers)}", kvferry.new_lease_id(), (TABLE,), NUM_TOKENS)
         reference, *_ = [agent.lease(lease) for agent in sources]
         addresses = tuple(agent.address for agent in sources)

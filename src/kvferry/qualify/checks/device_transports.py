@@ -34,7 +34,7 @@ NAME: Final = "transports in device memory"
 PEER: Final = "peer"
 READ, WRITE = Direction.READ, Direction.WRITE
 READ_SEED: Final = 7
-"""Of what is in the memory that is read."""
+"""The seed of what is in the memory that is read."""
 TOTAL_BYTES: Final = 64 << 20
 ROW_BYTES: Final = 4 << 10
 REPEATS: Final = 3
@@ -44,7 +44,7 @@ Seconds = dict[tuple[str, Direction], float]
 
 
 def run(kind: str) -> Outcome:
-    """To the next device, where there is one."""
+    """Check transfers to the next device, or within the only one."""
     if not has_nixl():
         return skipped(NAME, f"NIXL is not installed: {how_to_install('nixl')}")
     if not reaches_device(system_facts(kind, kind)):
@@ -60,7 +60,7 @@ def run(kind: str) -> Outcome:
 
 
 def check(device: TorchDevice, peer_number: int, opener: Callable[[str], Transport]) -> Outcome:
-    """Device `peer_number` of the same kind is that of the other process. Every byte is compared."""
+    """Check transfers to another process, on device `peer_number` of the same kind. Every byte is compared."""
     try:
         with (
             closing(opener("127.0.0.1")) as transport,
@@ -68,7 +68,7 @@ def check(device: TorchDevice, peer_number: int, opener: Callable[[str], Transpo
         ):
             pair = _Pair(device, transport, peer)
             seconds = pair.seconds(READ)
-            # It writes as well, so it comes between the two.
+            # The self-test writes as well, so it comes between reading and writing.
             tested = measure(transport, PEER, Probe(peer.probe.address, PROBE_BYTES, READ_SEED, NUM_MARKS))
             if tested.error:
                 return failed(NAME, f"the self-test fails: {tested.error}")
@@ -89,7 +89,7 @@ def _outcome(kind: str, tested: Measurement, seconds: Seconds, carriers: tuple[s
 
 
 def _figure(what: str, direction: Direction, seconds: Mapping[tuple[str, Direction], float]) -> Figure:
-    """Reading is not to be far slower than writing."""
+    """One figure. Reading is not to be far slower than writing."""
     rate = TOTAL_BYTES / seconds[what, direction] / 1e9
     if direction is WRITE:
         return Figure(f"write, {what}", rate)
@@ -110,7 +110,7 @@ class _Pair:
         transport.connect(PEER, peer.descriptor)
 
     def seconds(self, direction: Direction) -> Seconds:
-        """Medians, of one row and of many. Raises TransportError when bytes are wrong, or none come in time."""
+        """Median times, of one row and of many. Raises TransportError when bytes are wrong, or none come in time."""
         ends = [self._peer.probe.address, self._here.data_ptr()]
         source, target = ends if direction is READ else reversed(ends)
         start, goal, length = np.array([[source], [target], [TOTAL_BYTES]], np.uint64)
@@ -119,7 +119,7 @@ class _Pair:
         return {(what, direction): self._compared(copies, direction) for what, copies in shapes.items()}
 
     def _compared(self, copies: Copies, direction: Direction) -> float:
-        """Each time into memory that has other bytes."""
+        """The median time of moves, each of which is into memory that has other bytes."""
         return statistics.median(self._once(copies, direction) for _ in range(REPEATS))
 
     def _once(self, copies: Copies, direction: Direction) -> float:

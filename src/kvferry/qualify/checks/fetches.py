@@ -27,9 +27,9 @@ from kvferry.transport.ucx.environment import system_facts
 
 NAME: Final = "fetches"
 MOST_RANKS: Final = 8
-"""Of the model's heads, each has at least one."""
+"""The most ranks of an engine: each has at least one of the model's heads."""
 LLAMA: Final = Geometry(attention(32, 8, 128, "bfloat16", 2), head_dim=128, block_tokens=16, num_tokens=1024)
-"""Of Llama 3.1 8B."""
+"""The geometry of Llama 3.1 8B."""
 HOST_TOKENS: Final = 256
 STRATEGIES: Final = ("auto", "direct", "scatter", "pack")
 REPEATS: Final = 3
@@ -48,7 +48,7 @@ class Parallel(NamedTuple):
 
 
 def paths(kind: str) -> tuple[MemoryPath, ...]:
-    """Through memory of the device where that can be registered, and of the host."""
+    """The paths to check: through memory of the device where that can be registered, and through memory of the host."""
     if kind == HOST:
         return tuple(MemoryPath(HOST, StagingMemory.HOST, strategy) for strategy in STRATEGIES)
     is_reached = has_nixl() and reaches_device(system_facts(kind, kind))
@@ -57,18 +57,18 @@ def paths(kind: str) -> tuple[MemoryPath, ...]:
 
 
 def run(kind: str) -> Outcome:
-    """With the geometry of a model that many people serve."""
+    """Check fetches with the geometry of a model that many people serve."""
     return check(TorchDevice(kind), LLAMA if kind != HOST else replace(LLAMA, num_tokens=HOST_TOKENS))
 
 
 def pairs_for(num_devices: int) -> tuple[Parallel, ...]:
-    """Many ranks to one, on as many devices as there are, and one to the last of two."""
+    """The pairs to check: many ranks to one, on as many devices as there are, and one rank to the last of two."""
     num_ranks = next(power for power in (8, 4, 2) if power <= max(2, min(num_devices, MOST_RANKS)))
     return Parallel(num_ranks, 1), Parallel(1, 2)
 
 
 def check(device: TorchDevice, geometry: Geometry) -> Outcome:
-    """Source ranks on the next devices, where there are some, to one that is on this device."""
+    """Check fetches from source ranks on the next devices, where there are some, to a rank that is on this device."""
     figures: list[Figure] = []
     facts: list[tuple[str, str]] = []
     pairs = pairs_for(number_of(device.kind))
@@ -92,7 +92,7 @@ def check(device: TorchDevice, geometry: Geometry) -> Outcome:
 
 
 def _figures(parallel: Parallel, rates: Mapping[MemoryPath, float]) -> Iterator[Figure]:
-    """The first has all memory to choose from, and is to choose well."""
+    """Yield a figure for each path. The first one has all memory to choose from, and is to choose well."""
     best = max(rates.values())
     for number, (path, rate) in enumerate(rates.items()):
         expected, least = (0.0, 0.0) if number else (1.0, LEAST_SHARE)
@@ -142,7 +142,7 @@ class _Target:
                 self._rank.fill(POISON)
                 found.append(self._fetched(agent, path, notices))
                 self._check(path)
-        # The first has met its peers.
+        # The first fetch includes meeting the peers.
         return statistics.median(seconds for seconds, _ in found[1:]), found[-1][1]
 
     def _fetched(self, agent: Agent, path: MemoryPath, notices: SimpleQueue[Notice]) -> tuple[float, FetchReport]:
@@ -163,7 +163,7 @@ class _Target:
         return taken, notice.report
 
     def _check(self, path: MemoryPath) -> None:
-        """Every wanted element is right, and nothing else has been touched."""
+        """Check that every wanted element is right, and nothing else has been touched. Raises TransportError."""
         memory, table = self._rank.memory.cpu().numpy().copy(), self._geometry.table("target")
         there = self._geometry.logical(memory, table)
         if not np.array_equal(there, self._expected):

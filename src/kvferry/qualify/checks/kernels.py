@@ -22,7 +22,7 @@ FAR = 5 << 30
 
 
 def run(kind: str) -> Outcome:
-    """On all devices of the kind. Raises ModuleNotFoundError without Triton."""
+    """Check all devices of the kind. Raises ModuleNotFoundError without Triton."""
     found = [check(TorchDevice(kind, number)) for number in range(number_of(kind))]
     wrong = [f"device {number}: {each.words}" for number, each in enumerate(found) if each.result is Result.FAILED]
     if wrong:
@@ -31,7 +31,7 @@ def run(kind: str) -> Outcome:
 
 
 def check(device: TorchDevice) -> Outcome:
-    """Rows of every alignment between the device, and pinned memory of the host, in all directions; and far apart."""
+    """Copy rows of every alignment between the device and pinned host memory, in all directions, and far apart."""
     dice, num_rows = np.random.default_rng(3), 0
     for unit in UNITS:
         for what, places in (("equal rows", _equal(unit, dice)), ("uneven rows", _uneven(unit, dice))):
@@ -48,13 +48,13 @@ def check(device: TorchDevice) -> Outcome:
 
 
 def _equal(unit: int, dice: np.random.Generator) -> NDArray[np.int64]:
-    """Three units of every four, from anywhere to anywhere."""
+    """Rows of three units out of every four, from anywhere to anywhere."""
     source, target = dice.permutation(NUM_ROWS), dice.permutation(NUM_ROWS)
     return np.stack([4 * unit * source, 4 * unit * target, np.full(NUM_ROWS, 3 * unit)], axis=1)
 
 
 def _uneven(unit: int, dice: np.random.Generator) -> NDArray[np.int64]:
-    """Of one to sixty units, one after another at the source, in any order and with gaps at the target."""
+    """Rows of one to sixty units, one after another at the source, in any order and with gaps at the target."""
     length = dice.integers(1, 61, NUM_ROWS) * unit
     order = dice.permutation(NUM_ROWS)
     gap = dice.integers(0, 3, NUM_ROWS) * unit
@@ -79,7 +79,7 @@ def _num_wrong(device: TorchDevice, source: torch.Tensor, target: torch.Tensor, 
 
 
 def _num_wrong_far(device: TorchDevice) -> int:
-    """Rows from below 4 GiB to above and back, within the device, and by way of the host."""
+    """The number of wrong bytes in rows from below 4 GiB to above and back, within the device, and through the host."""
     memory, host, length = device.empty(FAR + 4096), device.pinned(4096), 64
     near, far = memory[:4096], memory[FAR:]
     near.copy_(before := noise(4096))

@@ -23,12 +23,12 @@ NOT_REACHED: Final = "no UCX here reaches {kind} memory: caches go through memor
 
 
 def run(kind: str) -> Outcome:
-    """Of this machine, for an engine on a device of that kind."""
+    """Check the settings of this machine, for an engine on a device of that kind."""
     return check(system_facts(kind, kind))
 
 
 def check(system: SystemFacts) -> Outcome:
-    """What is chosen where the user has set nothing, with the reason, and what is refused."""
+    """Check what is chosen where the user has set nothing, with the reason, and what is refused."""
     kind = system.device
     if kind not in COPIES:
         return skipped(NAME, f"memory of {kind} devices is not registered with UCX")
@@ -61,5 +61,5 @@ def has_nixl() -> bool:
 
 
 def wrong_sets(kind: str) -> tuple[str, ...]:
-    """Without a transport that carries messages, which people have tried."""
+    """Sets without a transport that carries messages, which people have tried."""
     return f"{COPIES[kind]},cma", f"{SHARES[kind]},{COPIES[kind]},sm"

@@ -52,15 +52,15 @@ class Geometry:
 
     @property
     def num_blocks(self) -> int:
-        """Half of them are used."""
+        """The number of blocks of each engine, of which half are used."""
         return 2 * self.num_tokens // self.block_tokens
 
     def shape(self, tensor_parallel: int) -> EngineShape:
-        """Of an engine with so many ranks."""
+        """Return the shape of an engine with so many ranks."""
         return EngineShape(tensor_parallel, 1, self.block_tokens, self.num_blocks, "token-major")
 
     def table(self, side: str) -> tuple[int, ...]:
-        """In any order, another one on each side."""
+        """Return the block table of one side. It is in any order, and differs between the sides."""
         return tuple(random.Random(side).sample(range(self.num_blocks), self.num_blocks // 2))
 
     def logical(self, memory: NDArray[np.uint8], table: tuple[int, ...]) -> NDArray[np.uint16]:
@@ -69,16 +69,16 @@ class Geometry:
         return memory.view(np.uint16).reshape(shape)[:, list(table)]
 
     def contents(self, tensor_parallel: int, rank: int) -> NDArray[np.uint8]:
-        """What is in the memory of a source's rank."""
+        """Return what is in the memory of a source's rank."""
         num_bytes = self.num_blocks * self.block_tokens * self.model.bytes_per_token // tensor_parallel
         return np.random.default_rng(rank).integers(0, 256, num_bytes, np.uint8)
 
 
 class EngineRank:
-    """Rank `rank` of an engine. To be closed."""
+    """One rank of an engine. To be closed."""
 
     def __init__(self, device: TorchDevice, layouts_at: Callable[[int], tuple[Layout, ...]], num_bytes: int) -> None:
-        """`layouts_at` gives the engine's for a rank that lies at an address."""
+        """`layouts_at` gives the layouts of the engine's ranks, given the address at which this rank lies."""
         self._device, self._closing = device, ExitStack()
         self._shared_fd = -1
         if device.kind == HOST:
@@ -96,7 +96,7 @@ class EngineRank:
         return open_agent(config, self._cache(path), notices.put)
 
     def fill(self, contents: NDArray[np.uint8] | int) -> None:
-        """With bytes, or one byte everywhere."""
+        """Fill the memory with these bytes, or with one byte everywhere."""
         if isinstance(contents, int):
             self.memory.fill_(contents)
         else:
@@ -113,7 +113,7 @@ class EngineRank:
 
 
 def next_notice(notices: SimpleQueue[Notice]) -> Notice:
-    """Raises TransportError when there is none within a deadline."""
+    """Wait for a notice. Raises TransportError when there is none within a deadline."""
     try:
         return notices.get(timeout=NOTICE_S)
     except Empty:
@@ -121,7 +121,7 @@ def next_notice(notices: SimpleQueue[Notice]) -> Notice:
 
 
 def layouts_of(geometry: Geometry, tensor_parallel: int, rank: int, kind: str) -> Callable[[int], tuple[Layout, ...]]:
-    """Those of an engine, of which one rank lies at an address."""
+    """Return what makes the layouts of an engine's ranks from the address at which rank `rank` lies."""
 
     def at(address: int) -> tuple[Layout, ...]:
         layouts = list(describe(geometry.model, geometry.shape(tensor_parallel), address))

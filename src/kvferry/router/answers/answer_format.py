@@ -24,14 +24,14 @@ INPUT, CACHE_READ = "input_tokens", "cache_read_input_tokens"
 MAX_EVENT_BYTES = 1 << 16
 UNKNOWN = None
 END_OF_EVENT = b"\n\n"
-# Of the blank line, whichever ends of lines a server has; what follows it is of no interest any more.
+# The blank line after the last event, with either kind of line end. What follows it does not matter.
 END_OF_STREAM = re.compile(rb"\n\r?\n")
 # Longer than the line with which any last event begins.
 MAX_LINE_BYTES = 64
 
 
 class UsageHolder(msgspec.Struct):
-    """What is looked at of an answer, or of an event, as the bytes that came."""
+    """The fields of an answer, or of an event, that are looked at, as the bytes that came."""
 
     usage: msgspec.Raw = msgspec.Raw(b"")
     choices: msgspec.Raw = msgspec.Raw(b"[]")
@@ -47,12 +47,12 @@ Usage = Mapping[str, Any]
 class AnswerFormat:
     """How one API tells what was cached, and what goes before a token.
 
-    `mark` is what an event, or a body, has that may have to be changed; inside a text the quotation marks would be
-    escaped. `told` is where the figure is: without it there is none. `read` takes it out of a usage; `write` gives the
-    usage with another one, or without one where that is None. `is_final` says whether an event with a usage is the one
-    that has no token. An event may be as long as `max_event_bytes`. Events with the names of `opening` say only that an
-    answer has begun, those of `failing` that there will be none, and one whose first line is like `ending` is the last
-    that a client of a stream needs.
+    Only an event, or a body, with the bytes `mark` may have to be changed. No text can hold these, since its quotation
+    marks are escaped. Without the bytes `told` there is no figure. `read` takes the figure out of a usage, and `write`
+    puts another one into it, or removes it if that is None. `is_final` says whether an event with a usage is the one
+    without a token. An event may be as long as `max_event_bytes`. Events named in `opening` say only that an answer has
+    begun, and those in `failing` that there will be none. An event whose first line matches `ending` is the last that
+    a client of a stream needs.
     """
 
     mark: bytes
@@ -92,7 +92,7 @@ class AnswerFormat:
         return cached if isinstance(cached, int) and not isinstance(cached, bool) and cached >= 0 else UNKNOWN
 
     def cached_tokens_of_stream(self, events: bytes) -> int | None:
-        """The same of a whole stream of them."""
+        """The same figure, from a whole stream of events."""
         found = (self.cached_tokens_of(event_data(event)) for event in reversed(events.split(END_OF_EVENT)))
         return next((cached for cached in found if cached is not UNKNOWN), UNKNOWN)
 
@@ -104,8 +104,8 @@ class AnswerFormat:
         usage = _fields(found)
         if not usage or (cached is UNKNOWN and self.read(usage) is None):
             return body
-        # It is the last of an object's fields as a rule, and no string can hold it: its quotation marks would be
-        # escaped.
+        # The usage is the last field of an object as a rule, and no string can hold the same bytes: its quotation marks
+        # would be escaped.
         before, _, after = body.rpartition(found)
         return before + msgspec.json.encode(self.write(usage, cached)) + after
 
@@ -139,8 +139,8 @@ class AnswerFormat:
 def _with_details(
     mark: bytes, name: str, is_final: Callable[[UsageHolder], bool], *, is_required: bool = False
 ) -> AnswerFormat:
-    """OpenAI's: the figure is one of the details of a number that counts all of the prompt. Where details are required,
-    what is not known is none."""
+    """OpenAI's format: the figure is a detail of the number of all tokens of the prompt. Where details are required, an
+    unknown figure becomes 0."""
 
     def read(usage: Usage) -> object:
         details = usage.get(name)
@@ -156,7 +156,7 @@ def _with_details(
 
 
 def _beside_cached(usage: Usage, cached: int | None) -> Usage:
-    """Anthropic's: what was cached is not counted among the other tokens of the prompt."""
+    """Write the figure in Anthropic's format, where the tokens of the input do not include the cached ones."""
     counted, read = usage.get(INPUT), usage.get(CACHE_READ) or 0
     if not isinstance(counted, int) or not isinstance(read, int):
         return usage
@@ -194,7 +194,7 @@ ANSWER_FORMATS: Mapping[Endpoint, AnswerFormat] = {
 
 
 class StreamEnd:
-    """Of one stream, whose bytes go in as its client gets them. When it `is_over` the client has all that it needs."""
+    """Finds the end of a stream in the bytes that its client gets. When it `is_over` the client has all it needs."""
 
     def __init__(self, answer_format: AnswerFormat) -> None:
         self._last_event, self._has_begun = answer_format.ending, False
@@ -202,35 +202,35 @@ class StreamEnd:
         self.is_over = False
 
     def feed(self, piece: bytes) -> None:
-        """The last event is over with its blank line."""
+        """Take the next bytes. The stream is over at the blank line that ends its last event."""
         data = self._tail + piece
         if not self._has_begun and (found := self._last_event.search(data)):
-            # Its first line ends with what the blank line behind the event may begin with.
+            # The line end of that first line may also be the beginning of the blank line.
             self._has_begun, data = True, data[found.end() - 1 :]
         self._tail = data[-MAX_LINE_BYTES:]
         self.is_over = self.is_over or (self._has_begun and END_OF_STREAM.search(data) is not None)
 
 
 class UsageEvents:
-    """Of one stream: bytes as they come go in, whole events come out."""
+    """Cuts one stream into whole events: bytes go in as they come, whole events come out."""
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._waiting = bytearray()
         self._max_event_bytes = max_event_bytes
 
     def feed(self, piece: bytes) -> bytes:
-        """What can be passed on now."""
+        """Take the next bytes, and return what can be passed on now."""
         data, looked_at = self._waiting, max(0, len(self._waiting) - 3)
         data += piece
         end = data.rfind(END_OF_EVENT, looked_at)
-        # Servers that end lines in another way are left alone.
+        # Events that are too long, or that end lines in another way, pass as they are.
         is_other = len(data) > self._max_event_bytes or data.find(b"\r\n\r\n", looked_at) >= 0
         end = end + len(END_OF_EVENT) if end >= 0 else len(data) if is_other else 0
         whole, self._waiting = bytes(data[:end]), data[end:] if end else data
         return whole
 
     def rest(self) -> bytes:
-        """What is no whole event at the end of the stream."""
+        """Return the bytes after the last whole event, at the end of the stream."""
         rest, self._waiting = bytes(self._waiting), bytearray()
         return rest
 

@@ -12,7 +12,7 @@ REASONS = frozenset((*Reason, *DecodeOnlyReason))
 
 
 class PrefillAnswer(msgspec.Struct):
-    """The one field of P's answer that matters here, as the bytes that came."""
+    """The one field of a prefill instance's answer that matters here, as the bytes that came."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 

@@ -11,13 +11,13 @@ from kvferry.router.policy.records import Overloaded
 
 PREFILL_UNAVAILABLE = "prefill_unavailable"
 RETRY_AFTER_S = 5
-# A policy skips prefill because the operator wants it so, such as by a threshold; but for these reasons, which mean
-# that no prefill instance can do it.
+# Reasons of a policy to skip prefill that mean that no prefill instance can do it. Any other reason is what the
+# operator wants, such as a threshold.
 FOR_WANT_OF_PREFILL = frozenset((PREFILL_FAILS, "ttft"))
 
 
 def refusal(status: int, code: str, message: str, reason: str, retry_after_s: int = 0) -> Refuse:
-    """Of a failure of the service. `reason` is the label of the counter that it moves."""
+    """The refusal for a failure of the service. `reason` is the label of the counter that it moves."""
     return Refuse(status, refusal_body(code, message, reason, SERVER_ERROR), retry_after_s)
 
 
@@ -33,7 +33,7 @@ def no_decode_instance() -> Refuse:
 
 
 def no_prefill_instance(reason: str) -> Refuse:
-    """Where decode instances are not to compute prompts, or cannot."""
+    """The refusal where no prefill instance is left, and decode instances may not, or cannot, compute prompts."""
     message = (
         "no prefill instance can compute this prompt now, and no decode instance may, or can, compute it;"
         f" hint: try again in {RETRY_AFTER_S} s"
@@ -42,7 +42,7 @@ def no_prefill_instance(reason: str) -> Refuse:
 
 
 def undivided(reason: str) -> Refuse:
-    """For what one prefill cannot stand for, where no decode instance computes prompts."""
+    """The refusal of a request that one prefill cannot stand for, where no decode instance computes prompts."""
     message = (
         "the engines of this service answer only what one prefill request can stand for, and this request is not"
         f" ({reason}); hint: ask for one answer to one prompt, without logits of the prompt"
@@ -66,7 +66,7 @@ def decode_failed(event: Failed) -> Refuse:
 
 
 def pair_failed(status: int) -> Refuse:
-    """Of a decode instance that has answered with an error, and cannot serve the request without a prefill instance."""
+    """The refusal where a decode instance has answered with an error, and cannot serve the request by itself."""
     message = (
         f"a prefill and a decode instance could not serve this request together: decode answered with {status};"
         " hint: their logs say why"

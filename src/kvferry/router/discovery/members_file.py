@@ -38,7 +38,7 @@ class MembersFile:
         self._trouble = ""
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Follow the file for ever."""
         while True:
             await asyncio.sleep(self._interval_s)
             self.follow()

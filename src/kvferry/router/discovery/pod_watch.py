@@ -29,17 +29,17 @@ try:
 except ModuleNotFoundError as error:
     raise (missing_extra(error, "kubernetes") or error) from error
 
-# The server ends a watch after so long, and it goes on from where it was: one that has fallen silent, or a cable that
-# was cut, costs no more than this and a little.
+# The server ends a watch after this time, and the next one goes on from there. So a watch that has fallen silent, such
+# as by a cable that was cut, costs no more than this and the slack.
 WATCH_S = 60
 SLACK_S = 15.0
 LIST_S = 10.0
-# After an error, doubled up to the second.
+# The pause after an error, and what it is doubled up to.
 RETRY_S, MAX_RETRY_S = 1.0, 30.0
 MAX_LIST_BYTES = 256 * 2**20
 MAX_MESSAGE = 200
 GONE = 410
-# The server understands, and refuses: it will the next time.
+# The server understands and refuses: it will refuse the next time as well.
 REFUSALS = (400, 401, 403, 404, 422)
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -56,7 +56,7 @@ class WatchEnded(Exception):
 
 class PodWatch:
     """Keeps the pool equal to the pods that a selector names. While the API server cannot be asked, everything stays as
-    it was: probes tell what is dead. `kubeconfig` is a file; empty for what this process runs in."""
+    it was: probes tell what is dead. `kubeconfig` is a file. If empty, the service account counts, or KUBECONFIG."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class PodWatch:
             wait_s = min(2 * wait_s, MAX_RETRY_S)
 
     async def _follow_once(self) -> bool:
-        """One watch; whether its server has ended it because its time was over."""
+        """Run one watch. Return whether the server has ended it because its time was over."""
         try:
             await self._follow()
         except WatchEnded as ended:
@@ -130,8 +130,8 @@ class PodWatch:
         return False
 
     def _tell(self, ended: WatchEnded) -> None:
-        """The same trouble is told once, until there was a list again."""
-        # What happened since is not kept any more: the list says what is there now.
+        """Log why a watch has ended. The same trouble is logged once, until a list succeeds again."""
+        # The server does not keep what happened since. The next list says what is there now.
         if ended.status == GONE:
             logger.info("the watch of pods begins anew: %s", ended)
         elif str(ended) != self._trouble:
@@ -139,7 +139,7 @@ class PodWatch:
             logger.warning("pods are not watched, instances stay as they are: %s", ended)
 
     async def aclose(self) -> None:
-        """Safe to call twice."""
+        """Close the client of the API. Safe to call twice."""
         api, self._api = self._api, None
         if api is not None:
             await api.api_client.close()
@@ -149,7 +149,7 @@ class PodWatch:
         try:
             await self._load(settings)
             self._api = client.CoreV1Api(client.ApiClient(settings))
-        except Exception as error:  # noqa: BLE001 - of a kubeconfig that is none, the client raises anything
+        except Exception as error:  # noqa: BLE001 - the client raises anything for an invalid kubeconfig
             raise ConfigurationError(
                 "there is no Kubernetes cluster to ask",
                 found=_without_contents(error),
@@ -158,7 +158,7 @@ class PodWatch:
             ) from None
 
     async def _load(self, settings: Any) -> None:
-        """Credentials, and the namespace where none is named. Raises what the client raises."""
+        """Load credentials, and the namespace where none is named. Raises what the client raises."""
         if self._kubeconfig:
             await self._load_file(settings, self._kubeconfig)
             return
@@ -179,7 +179,7 @@ class PodWatch:
         self._namespace = self._namespace or active["context"].get("namespace", "default")
 
     async def _follow(self) -> None:
-        """List where the version is not known; watch until the server ends it. Raises WatchEnded."""
+        """List the pods if their version is not known, then watch until the server ends that. Raises WatchEnded."""
         if not self._version:
             await self._list()
         watch = {"watch": True, "allow_watch_bookmarks": True, "timeout_seconds": WATCH_S}
@@ -201,7 +201,7 @@ class PodWatch:
 
     @asynccontextmanager
     async def _asking(self, deadline_s: float, **arguments: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response whose body is read inside. Raises WatchEnded, for what happens there as well."""
+        """Give a response whose body the caller reads inside. Raises WatchEnded, also for errors of that."""
         ask, selector = self._api.list_namespaced_pod_without_preload_content, self._selection.selector
         try:
             async with asyncio.timeout(deadline_s):
@@ -212,7 +212,7 @@ class PodWatch:
                     yield response
                 finally:
                     response.close()
-        # The client reads its token anew from time to time.
+        # ConfigException: the client reads its token anew from time to time.
         except (ApiException, ConfigException, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise WatchEnded(client_error_text(error)) from error
 
@@ -239,7 +239,7 @@ class PodWatch:
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """Raises ValueError for one that no cluster has."""
+    """Read the whole body. Raises ValueError for one that is longer than any cluster's."""
     found = bytearray()
     async for piece in response.content.iter_any():
         found += piece
@@ -249,7 +249,7 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _message(body: bytes) -> str:
-    """Of a refusal, which may come from a proxy on the way."""
+    """The message of a refusal, which may come from a proxy on the way."""
     try:
         return decode(body, Status).message
     except ValueError:
@@ -257,5 +257,5 @@ def _message(body: bytes) -> str:
 
 
 def _without_contents(error: Exception) -> str:
-    """The client's messages name a part of a kubeconfig by all that is in it, tokens included."""
+    """The error up to the first brace: the client's messages quote parts of a kubeconfig, tokens included."""
     return f"{type(error).__name__}: {str(error).partition('{')[0]}"[:MAX_MESSAGE]

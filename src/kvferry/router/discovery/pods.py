@@ -90,7 +90,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 def pods_of(bodies: Iterable[msgspec.Raw]) -> tuple[list[Pod], list[str]]:
-    """The pods, and what is wrong with those that cannot be read: a cluster has many, and may be newer than we are."""
+    """The pods, and what is wrong with those that cannot be read: a cluster has many, and may be newer than this."""
     pods, warnings = [], []
     for body in bodies:
         try:
@@ -104,7 +104,7 @@ Answer = TypeVar("Answer", PodList, Event, Pod, Bookmark, Status)
 
 
 def decode(body: bytes | msgspec.Raw, kind: type[Answer]) -> Answer:
-    """Raises ValueError for what the API does not answer."""
+    """Decode a body as this kind. Raises ValueError for what the API does not answer."""
     return msgspec.json.decode(body, type=kind)
 
 
@@ -116,7 +116,7 @@ class Unusable:
 
 
 def instance_of(pod: Pod, selection: PodSelection) -> Instance | Unusable | None:
-    """What a pod is to the router; None while it is nothing, which may change."""
+    """What a pod is to the router; None while it is no instance, which may change."""
     labels = pod.metadata.labels
     if pod.metadata.deletion or pod.status.phase in OVER or not pod.status.ip or labels.get(WORKER_LABEL, "0") != "0":
         return None
@@ -136,7 +136,7 @@ def instance_of(pod: Pod, selection: PodSelection) -> Instance | Unusable | None
 
 
 def port_of(spec: PodSpec, wanted: str) -> int | None:
-    """By number or by name; of the same name in several containers the first, as Services choose it: sidecars last."""
+    """The port by number or name, or None. The first with the name counts, as for Services, and sidecars come last."""
     if wanted.isdecimal():
         return int(wanted)
     return next((port.number for port in ports_of(spec) if port.name == wanted), None)
@@ -148,7 +148,7 @@ def ports_of(spec: PodSpec) -> list[Port]:
 
 
 class KnownPods:
-    """The pods that there are, by what identifies each: an address may be another pod's a moment later."""
+    """The known pods by uid, since an address may be another pod's a moment later."""
 
     def __init__(self, selection: PodSelection) -> None:
         self._selection = selection
@@ -160,7 +160,7 @@ class KnownPods:
         return frozenset(self._instances.values())
 
     def replace(self, pods: Iterable[Pod]) -> list[str]:
-        """These and no others; what to warn of, said once for each pod."""
+        """Keep these pods and no others. Return what to warn of, once for each pod."""
         pods = tuple(pods)
         uids = {pod.metadata.uid for pod in pods}
         for uid in [*self._instances, *self._told]:
@@ -169,7 +169,7 @@ class KnownPods:
         return [warning for pod in pods for warning in self.put(pod)]
 
     def put(self, pod: Pod) -> list[str]:
-        """A pod is new, or has changed."""
+        """Take a pod that is new or has changed. Return what to warn of."""
         uid, found = pod.metadata.uid, instance_of(pod, self._selection)
         if isinstance(found, Instance):
             self._instances[uid] = found
@@ -186,7 +186,7 @@ class KnownPods:
         self._told.pop(uid, None)
 
 
-# As Kubernetes writes it: https://kubernetes.io/docs/concepts/overview/working-with-objects/labels/
+# Names as Kubernetes writes them: https://kubernetes.io/docs/concepts/overview/working-with-objects/labels/
 NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 DOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 LABEL = re.compile(rf"({DOMAIN}/)?{NAME}")
@@ -195,7 +195,7 @@ NAMESPACE = re.compile(r"(?=.{1,63}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
 def check_selection(selection: PodSelection) -> PodSelection:
-    """What no API server would take. Raises ConfigurationError; the selector is checked by the server itself."""
+    """Return it. Raises ConfigurationError for what no API server would take. The server itself checks the selector."""
     if not selection.selector.strip():
         expected = "labels, such as app.kubernetes.io/instance=kvferry"
         raise ConfigurationError("--kubernetes-selector is empty", found=repr(selection.selector), expected=expected)

@@ -8,7 +8,7 @@ from kvferry.router.policy.records import Instance
 
 
 class Section:
-    """Instances that the list does not name any more are taken out of the pool again."""
+    """Takes the instances of one list into the pool, and out of it again when the list does not name them any more."""
 
     def __init__(self, pool: InstancePool, origin: Origin) -> None:
         self._pool = pool
@@ -20,13 +20,13 @@ class Section:
         return bool(self._listed)
 
     def set(self, now: frozenset[Instance]) -> None:
-        """These are there, and no others of this list."""
+        """Make these the instances of the list, and take its other ones out of the pool."""
         for instance in self._listed - now:
             self._pool.remove(instance, self._origin)
         self._listed = now
         self.renew()
 
     def renew(self) -> None:
-        """Take in what is listed and not there: it may have come in another way before, and left."""
+        """Take in listed instances that the pool does not have: they may have come in another way before, and left."""
         for instance in sorted(self._listed, key=lambda one: (one.role, one.url)):
             self._pool.add(instance, self._origin)

@@ -48,7 +48,7 @@ class Group:
         return len(self.states) > MAX_OFFERED
 
     def offered(self, prefixes: Sequence[int], draw: Draw) -> tuple[InstanceState, ...]:
-        """All of them, or some, in order."""
+        """Return all instances, or some of a large group, in order."""
         if not self.is_large:
             return self.states
         known = (self._numbers.get(instance) for instance in draw.prefixes.holders(prefixes))
@@ -61,8 +61,8 @@ class Group:
         return tuple(self.states[number] for number in sorted(chosen))
 
     def homes(self, prefixes: Sequence[int]) -> frozenset[Instance]:
-        """Where prompts that begin alike meet, equal for all routers with the same instances; nowhere in a small group,
-        which is offered whole."""
+        """The instances where prompts that begin alike meet. Routers with equal groups choose equal ones. A small group
+        has none, since it is offered whole."""
         if not self.is_large:
             return frozenset()
         return frozenset(self.states[number].instance for number in self._homes(prefixes))
@@ -75,7 +75,7 @@ class Group:
 
     @cached_property
     def _ring(self) -> list[tuple[int, int]]:
-        """The place of each on it, and its number."""
+        """The ring of hashes: the place of each instance on it, and its number, in the order of places."""
         return sorted((_place(state.instance.url), number) for number, state in enumerate(self.states))
 
     @cached_property
@@ -104,7 +104,7 @@ class Wanted(NamedTuple):
 
 
 class Candidates:
-    """Groups of a pool's instances. `changed` follows whenever one comes, leaves, or says who it is."""
+    """Groups of a pool's instances. `changed` must be called whenever one comes, leaves, or says who it is."""
 
     def __init__(self, states: Mapping[Instance, InstanceState]) -> None:
         self._states = states
@@ -116,9 +116,9 @@ class Candidates:
         self._models = None
 
     def group(self, wanted: Wanted) -> Group:
-        """Made when it is first wanted."""
+        """Return a group, which is made when it is first wanted."""
         if wanted.model is not None and wanted.model not in self._told_models():
-            # Clients write what they like: all names that nobody tells have one group, of those that tell none.
+            # Clients write what they like: all models that no instance names share the group of those that name none.
             wanted = wanted._replace(model=UNTOLD)
         if wanted not in self._groups:
             self._groups[wanted] = Group([state for state in self._states.values() if wanted.has(state)])

@@ -21,7 +21,7 @@ class BreakerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
-    """Opens after `num_failures` in a row, for `open_s`; each trial that fails doubles that, up to `max_open_s`."""
+    """A breaker opens after `num_failures` in a row, for `open_s`. A failed trial doubles that, up to `max_open_s`."""
 
     num_failures: int
     open_s: float
@@ -35,10 +35,10 @@ class Trial:
 
 
 class Breaker:
-    """Belongs to one thread. Whoever `begin`s must end it by `succeeded`, `failed` or `abandoned`, and show the trial
-    that `begin` may have made of it.
+    """Belongs to one thread. Each `begin` must be followed by `succeeded`, `failed` or `abandoned`. The last two get
+    the trial that `begin` may have returned.
 
-    Requests that were under way when it opened may still fail, or end without a word: only a trial says something new.
+    Requests that were under way when it opened may still fail, or be abandoned: only a trial says something new.
     """
 
     def __init__(self, settings: BreakerSettings) -> None:
@@ -58,14 +58,14 @@ class Breaker:
         return self._closed_again_at is None or (now >= self._closed_again_at and self._trial is None)
 
     def begin(self, now: float) -> Trial | None:
-        """Something is sent there; when it is half open this is the trial."""
+        """Note that something is sent there. Return the trial that it is if the breaker is half open, else None."""
         if self.state(now) is not BreakerState.HALF_OPEN:
             return None
         self._trial = Trial()
         return self._trial
 
     def succeeded(self) -> None:
-        """It works: whatever was before is forgotten."""
+        """Note a success: whatever was before is forgotten."""
         self._num_failures, self._closed_again_at, self._trial = 0, None, None
         self._open_s = self._settings.open_s
 
@@ -81,7 +81,7 @@ class Breaker:
         self._closed_again_at, self._trial = now + self._open_s, None
 
     def abandoned(self, trial: Trial | None) -> None:
-        """It ended without telling anything: if it was the trial, the next one is."""
+        """Note an end that tells nothing. If it was that of the trial, the next request is the trial."""
         if self._is_on(trial):
             self._trial = None
 
@@ -96,7 +96,7 @@ class BreakerTable(Generic[Key]):
         self._settings = settings
         self._max_keys = max_keys
         self._breakers: dict[Key, Breaker] = {}
-        # Those that have opened: what has failed now and then is not looked at again and again.
+        # Keys whose breaker has opened, so that `not_closed` does not look at those that have failed now and then.
         self._opened: dict[Key, None] = {}
 
     def __len__(self) -> int:
@@ -112,15 +112,15 @@ class BreakerTable(Generic[Key]):
         return key not in self._breakers or self._breakers[key].may_begin(now)
 
     def begin(self, key: Key, now: float) -> Trial | None:
-        """`succeeded`, `failed` or `abandoned` follows."""
+        """Note that something is sent for this key. `succeeded`, `failed` or `abandoned` must follow."""
         return self._breakers[key].begin(now) if key in self._breakers else None
 
     def succeeded(self, key: Key) -> bool:
-        """Whether it had failed before."""
+        """Note a success. Return whether the key had failed before."""
         return self._drop(key)
 
     def failed(self, key: Key, now: float, trial: Trial | None = None) -> bool:
-        """Whether that opens the breaker."""
+        """Note a failure. Return whether that opens the key's breaker."""
         if key not in self._breakers and len(self._breakers) >= self._max_keys:
             self._drop(next(iter(self._breakers)))
         breaker = self._breakers.setdefault(key, Breaker(self._settings))

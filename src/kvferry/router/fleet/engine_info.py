@@ -23,11 +23,11 @@ class EngineInfo(msgspec.Struct, frozen=True, cache_hash=True):
     """The answer of `/kvferry/info`; empty where the engine says nothing.
 
     `epoch` is new at every start. `cache` names what is kept of a request: equal names can be exchanged, whatever the
-    parallelism, block size and memory format. Engines with a `wire_version` are kvferry's own. Without a `prefix_cache`
+    parallelism, block size and memory format. Engines with a `wire_version` are kvferry's own. With no `prefix_cache`
     nothing that was sent there before spares it any work. With `early` it can refer to a prompt's cache before it has
-    computed it. Those of another `handover` that `meets_in_rooms` can do that as well. Servers of SGLang have the same
-    `transfer_backend`. In a room a prefill is found at `bootstrap_port` of `bootstrap_host`, or of the host of its URL.
-    One that does not compute prompts serves only what a prefill has computed.
+    computed it. `meets_in_rooms`: it can meet in rooms, although its `handover` is another. SGLang servers of a pair
+    have the same `transfer_backend`. A prefill's rooms are at `bootstrap_port` of `bootstrap_host`, or of its URL's
+    host. Without `computes_prompts` it serves only what a prefill has computed.
     """
 
     engine: str = ""
@@ -47,7 +47,7 @@ class EngineInfo(msgspec.Struct, frozen=True, cache_hash=True):
 
     @property
     def can_meet_others(self) -> bool:
-        """Whether an engine of another kind can meet it in a room: what they say to one another there is kvferry's."""
+        """Whether an engine of another kind can meet it in a room, where both have to speak kvferry's protocol."""
         return bool(self.wire_version) and (self.meets_in_rooms or self.handover is Handover.ROOM)
 
     @property

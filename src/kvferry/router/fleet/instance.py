@@ -18,7 +18,7 @@ MAX_MISSED_PROBES = 2
 
 
 class Origin(StrEnum):
-    """Who says that an instance is one of ours; only the same can take it out again."""
+    """Who has added an instance. Only the same one can take it out again."""
 
     COMMAND_LINE = "command line"
     FILE = "file"
@@ -60,7 +60,7 @@ class InstanceState:
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
 
     def probed(self, result: ProbeResult) -> bool:
-        """Take a probe's word; whether that is news, as the first one is in any case."""
+        """Take the result of a probe. Return whether it changes anything, as the first one does in any case."""
         before = self.is_proven, self.healthy, self.ready
         self.num_missed = self.num_missed + 1 if result is ProbeResult.SILENT else 0
         if result is not ProbeResult.SILENT or self.num_missed >= MAX_MISSED_PROBES:
@@ -78,7 +78,7 @@ class InstanceState:
         return not model or not self.info.models or model in self.info.models
 
     def introduce(self, info: EngineInfo) -> bool:
-        """It says who it is; whether it is another process than before, so that nothing of the old one counts."""
+        """Take what it says of itself. Return whether it is a new process, for which nothing of the old one counts."""
         is_new = bool(self.info.epoch) and info.epoch != self.info.epoch
         self.info, self.kind = info, info.kind
         if is_new:
@@ -86,7 +86,7 @@ class InstanceState:
         return is_new
 
     def load(self, cost: RequestCost, num_cached: int, num_partners: int, is_home: bool, now: float) -> Load:
-        """What a policy is told; `num_cached` of the prompt's prefixes were sent here before."""
+        """What a policy is told of it. `num_cached` of the prompt's prefixes were sent here before."""
         return Load(
             instance=self.instance,
             healthy=self.can_serve(now),
@@ -104,8 +104,8 @@ class InstanceState:
 
 @dataclass(frozen=True, slots=True)
 class InstanceRequest:
-    """`partners` is the instance of the other role that the chosen one must be able to exchange a cache with. `alone`
-    asks for a decode instance that computes prompts itself, if there is one."""
+    """What a pool is asked for. `partners` is the instance of the other role with which the chosen one must be able to
+    exchange a cache. `alone` asks for a decode instance that computes prompts itself, if there is one."""
 
     role: Role
     cost: RequestCost = NO_COST
@@ -132,43 +132,43 @@ class Reservation:
         return self._state.instance
 
     def computes(self) -> None:
-        """From now on it computes the request's prompt, so its answer tells how fast it is."""
+        """Note that the instance now computes the request's prompt, so that its answer tells how fast it is."""
         self._computes = True
         self._state.speed.began(self._clock())
 
     def answers(self) -> None:
-        """Its first byte is there, so the prompt is computed."""
+        """Note the first byte of the answer: the prompt is computed."""
         self._end_computing(self._prompt_tokens)
 
     def succeeded(self) -> None:
-        """It has answered, all of it."""
+        """Note that the instance has answered to the end."""
         self._end_computing(self._prompt_tokens)
         self._is_judged = True
         self._state.breaker.succeeded()
 
     def failed(self) -> None:
-        """It did not, and that is its own fault."""
+        """Note that the instance did not answer, by its own fault."""
         self._end_computing(0)
         self._is_judged = True
         self._state.breaker.failed(self._clock(), self._trial)
 
     def suspected(self) -> None:
-        """It did not, and whose fault that is shows later: `failed` or `acquitted` follows."""
+        """Note that the instance did not answer. Whose fault that is shows later: `failed` or `acquitted` follows."""
         self._end_computing(0)
         self._is_judged = True
 
     def acquitted(self) -> None:
-        """It did not, and nobody can say whose fault that is."""
+        """Note that the instance did not answer, and that nobody can say whose fault that is."""
         self._state.breaker.abandoned(self._trial)
 
     def progress(self, num_tokens: int) -> None:
-        """That many tokens have been written."""
+        """Take `num_tokens` off the instance's outstanding tokens, since they have been written."""
         done = min(num_tokens, self._tokens)
         self._tokens -= done
         self._state.outstanding_tokens -= done
 
     def release(self) -> None:
-        """The request is over. May be called again."""
+        """Stop counting the request to the instance, since it is over. May be called again."""
         if not self._is_open:
             return
         self._is_open = False
@@ -185,17 +185,17 @@ class Reservation:
 
 
 class Interruptible(Protocol):
-    """A request to an instance that something is expected of."""
+    """A request to an instance from which an answer is still expected."""
 
     @property
     def instance(self) -> Instance: ...
 
     def instance_is_down(self) -> None:
-        """Its instance does not answer probes. Said at each probe, as long as that is so."""
+        """Take note that its instance does not answer probes. Called at each probe, as long as that is so."""
 
 
 class OpenRequests:
-    """Belongs to the app's event loop."""
+    """The open requests of each instance. Belongs to the app's event loop."""
 
     def __init__(self) -> None:
         self._open: dict[Instance, set[Interruptible]] = {}
@@ -204,7 +204,7 @@ class OpenRequests:
         self._open.setdefault(request.instance, set()).add(request)
 
     def ended(self, request: Interruptible) -> None:
-        """May be told again."""
+        """Forget a request that has ended. May be called again."""
         requests = self._open.get(request.instance)
         if requests is not None:
             requests.discard(request)

@@ -35,11 +35,11 @@ PAIR_BREAKER = BreakerSettings(num_failures=3, open_s=30.0, max_open_s=600.0)
 KIND_BREAKER = BreakerSettings(num_failures=5, open_s=5.0, max_open_s=60.0)
 # Clients write what they like into requests: no more kinds than these are remembered.
 MAX_KINDS = 256
-# That have failed since they last worked: of thousands of instances the same two rarely meet again.
+# Pairs that have failed since they last worked. Of thousands of instances the same two rarely meet again.
 MAX_PAIRS = 1 << 14
-# A policy that refuses a request of some of very many instances is asked again about others, so many times in all.
+# How often a policy is asked in all if it is offered some of very many instances, others each time, and refuses.
 NUM_DRAWS = 4
-# Of instances, in one line of the log.
+# How many instances one line of the log names.
 MAX_NAMED = 3
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class InstancePool:
         self.prefixes = PrefixIndex()
         self._states: dict[Instance, InstanceState] = {}
         self._queries = Queries(self._states, self.pairs, self.prefixes, policy_settings)
-        # Of instances that have left while requests were open on them.
+        # The states of instances that have left while requests were open on them.
         self._left: dict[Instance, InstanceState] = {}
         self._metrics = metrics
         self._policy_settings = policy_settings
@@ -85,12 +85,12 @@ class InstancePool:
 
     @property
     def probed_states(self) -> tuple[InstanceState, ...]:
-        """Of all instances, and of those that have left and still have something to answer."""
+        """The states of all instances, and of those that have left and still have something to answer."""
         self._left = {one: state for one, state in self._left.items() if self.open_requests.are_on(one)}
         return (*self.states, *self._left.values())
 
     def probed_state(self, instance: Instance) -> InstanceState | None:
-        """None of one that has left and has nothing to answer."""
+        """The state of an instance, or None if it has left and has nothing to answer."""
         if instance in self._left and not self.open_requests.are_on(instance):
             del self._left[instance]
         return self._states.get(instance) or self._left.get(instance)
@@ -100,7 +100,7 @@ class InstancePool:
         return self._policy_settings.clock()
 
     def add(self, instance: Instance, origin: Origin, lease_s: float = math.inf) -> bool:
-        """Take an instance in, or renew its registration; whether it is new. It is probed before it is used."""
+        """Take an instance in, or renew its registration. Return whether it is new. It is probed before it is used."""
         state = self._states.get(instance)
         if state is not None:
             if state.origin is origin:
@@ -119,7 +119,7 @@ class InstancePool:
         return True
 
     def remove(self, instance: Instance, origin: Origin) -> bool:
-        """Take it out if it came this way; whether it was there. What it is doing goes on."""
+        """Take an instance out if it came this way. Return whether it was there. What it is doing goes on."""
         state = self._states.get(instance)
         if state is None or state.origin is not origin:
             return False
@@ -142,9 +142,9 @@ class InstancePool:
         return [state.instance for state in self._of_role(role) if state.healthy]
 
     def answering(self, model: str) -> list[Instance]:
-        """Healthy instances for a query that any of them can answer, the one to be asked first in front: those that
-        want requests, decode instances, the least busy. Where none says that it has the model, all: they refuse it
-        better than we could."""
+        """Healthy instances for a query that any of them can answer, in the order in which to ask them: those that are
+        ready first, then decode instances, then the least busy. If none says that it has the model, it is all of them:
+        an engine refuses the model better than the router could."""
         healthy = [state for state in self.states if state.healthy]
         serving = [state for state in healthy if state.serves(model)] or healthy
         serving.sort(key=lambda state: (not state.ready, state.instance.role is Role.PREFILL, state.num_outstanding))
@@ -174,7 +174,7 @@ class InstancePool:
         return sum(len(sources) * len(targets) for sources, targets in self._queries.incompatible())
 
     def incompatible(self) -> Iterator[Pair]:
-        """These pairs. In a rollout they grow with the square of the instances: nobody is to take all of them."""
+        """These pairs. In a rollout their number grows with the square of the instances: never take all of them."""
         return chain.from_iterable(product(*both) for both in self._queries.incompatible())
 
     def in_flight(self, instance: Instance) -> tuple[int, int]:
@@ -197,7 +197,7 @@ class InstancePool:
         return not any(state.info.computes_prompts for state in able)
 
     def reserve(self, request: InstanceRequest) -> Reservation | SkipPrefill | Overloaded | NoInstance:
-        """Have the policy choose; an instance that it chose is reserved, everything else is its decision."""
+        """Have the policy choose. Return a reservation of the instance that it chose, or else its decision."""
         for _ in range(NUM_DRAWS):
             query = self._queries.query(request, self.handover.value)
             decision = self._policy_settings.policy(query)
@@ -210,7 +210,7 @@ class InstancePool:
         if isinstance(decision, SkipPrefill | Overloaded | NoInstance):
             return decision
         if not isinstance(decision, UseInstance):
-            # Somebody else has written it.
+            # Somebody else has written the policy.
             logger.error("the policy made no decision: it returned %.200r", decision)
             return NoInstance()
         if decision.instance not in {load.instance for load in query.candidates}:
@@ -222,7 +222,7 @@ class InstancePool:
         return Reservation(state, request.cost, self._policy_settings.clock)
 
     def probed(self, instance: Instance, result: ProbeResult, reason: str) -> None:
-        """What a probe, or traffic, found out about an instance; of one that has left nobody else needs to know."""
+        """Take what a probe, or traffic, found out about an instance. Of one that has left nobody else is told."""
         state = self._states.get(instance)
         if state is None:
             if instance in self._left:
@@ -240,13 +240,13 @@ class InstancePool:
         self.changed.set()
 
     def end_requests_if_down(self, instance: Instance) -> None:
-        """Its probe has failed: nobody is to wait any more for what it will not answer."""
+        """End what an instance will not answer any more, if it is down. Called when its probe has failed."""
         state = self._states.get(instance) or self._left.get(instance)
         if state is not None and not state.healthy:
             self.open_requests.instance_is_down(instance)
 
     def introduce(self, instance: Instance, info: EngineInfo) -> None:
-        """An instance has said who it is."""
+        """Take what an instance has said of itself."""
         state = self._states.get(instance)
         if state is None or state.info == info:
             return
@@ -258,43 +258,43 @@ class InstancePool:
         self._tell_incompatible(instance)
 
     def show(self) -> None:
-        """Bring the gauges up to date for whoever reads them; at each request that would cost more than its choice."""
+        """Bring the gauges up to date for whoever reads them. At each request, that would cost more than the choice."""
         now = self.now
         for state in self.states:
             self._metrics.show_load(state.instance, state.num_outstanding, state.outstanding_tokens)
-            # Also of those for whose series there is room only now.
+            # Health as well: there may be room for an instance's series only now.
             self._metrics.show_health(state.instance, state.healthy, state.ready)
             self._metrics.show_failing(state.instance, state.breaker.state(now) is not BreakerState.CLOSED)
         if self._last_prefill_query is not None:
             self._metrics.skip_threshold.set(threshold_tokens(self._last_prefill_query))
 
     def drain(self) -> None:
-        """The router is not ready any more, but it answers what comes."""
+        """Make the router not ready. It still answers what comes."""
         self.draining = True
 
     def mark_down(self, instance: Instance, reason: str) -> None:
-        """Traffic found it dead: down until a probe says otherwise, and that soon."""
+        """Count an instance that traffic found dead as down, until a probe, which comes soon, says otherwise."""
         self.probed(instance, ProbeResult.DOWN, reason)
         self.request_probe(instance)
 
     def request_probe(self, instance: Instance) -> None:
-        """Have it probed soon: something may be wrong with it, or is over."""
+        """Have an instance probed soon: it is new, or something may be wrong with it."""
         self.probe_requests.add(instance)
 
     def arrived(self, pair: Pair) -> None:
-        """A cache got from one to the other."""
+        """Note that a cache got from one instance to the other."""
         if self.pairs.succeeded(pair):
             logger.info("transfers from %s to %s work again", *_urls(pair))
 
     def lost(self, pair: Pair, reason: str, trial: Trial | None) -> None:
-        """A cache did not."""
+        """Note that a cache did not get from one instance to the other."""
         self._metrics.lost_cache(*_urls(pair), reason)
         if self.pairs.failed(pair, self.now, trial):
             message = "transfers from %s to %s keep failing (%s): they are not paired for a while"
             logger.warning(message, *_urls(pair), reason)
 
     def kind_failed(self, kind: RequestKind, trial: Trial | None) -> None:
-        """No prefill instance that was asked for such a request's cache has computed it."""
+        """Note that no prefill instance that was asked has computed the cache of a request of this kind."""
         if self.kinds.failed(kind, self.now, trial):
             message = "prefill keeps failing for requests with %s: they go to decode alone for a while"
             logger.warning(message, kind.words)
@@ -310,8 +310,8 @@ class InstancePool:
         return differences(*(self._states[one].kind for one in pair))
 
     def _tell_incompatible(self, instance: Instance) -> None:
-        """Say with whom it must not be paired, once for all others of a kind. Who has not said yet who it is may be
-        told apart later."""
+        """Log with whom it must not be paired, in one line for all others of a kind. If one of the two has not yet said
+        who it is, which may change this, the level is DEBUG."""
         kind = self._states[instance].kind
         for (role, other_kind), instances in self._queries.kinds.items():
             if role is instance.role:

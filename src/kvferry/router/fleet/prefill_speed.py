@@ -21,7 +21,7 @@ class PrefillSpeed:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 as long as nothing has been computed."""
+        """The measured speed, 0 as long as nothing has been computed."""
         return self._tokens / self._busy_s if self._busy_s > 0 else 0.0
 
     def began(self, now: float) -> None:
@@ -29,7 +29,7 @@ class PrefillSpeed:
         self._num_open += 1
 
     def ended(self, now: float, tokens: int) -> None:
-        """One that began has ended; `tokens` were computed for it, 0 when it failed."""
+        """Note that a request has ended for which `tokens` were computed, 0 if it failed."""
         self._advance(now)
         self._num_open -= 1
         self._tokens += tokens

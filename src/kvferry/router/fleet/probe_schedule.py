@@ -1,4 +1,4 @@
-"""When whom to probe: each instance at a time of its own, so that thousands are not asked at once."""
+"""When to probe which instance: each at a time of its own, so that thousands are not asked at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ProbeRequests:
 
     def __init__(self) -> None:
         self.are_there = asyncio.Event()
-        # A dictionary of them, which knows their order.
+        # A dictionary, since it keeps their order.
         self._instances: dict[Instance, None] = {}
         self._concern_all = False
 
@@ -27,12 +27,12 @@ class ProbeRequests:
         self.are_there.set()
 
     def add_all(self) -> None:
-        """What has ended one instance, such as its host, may have ended others."""
+        """Have all instances probed: what has ended one, such as the end of its host, may have ended others."""
         self._concern_all = True
         self.are_there.set()
 
     def take(self) -> tuple[tuple[Instance, ...], bool]:
-        """Those that are to be probed before all others, in order, and whether all are to be probed; then nobody is."""
+        """Return the instances to probe before all others, in order, and whether to probe all. Forget both."""
         taken = tuple(self._instances), self._concern_all
         self._instances.clear()
         self._concern_all = False
@@ -41,17 +41,17 @@ class ProbeRequests:
 
 
 class ProbeSchedule:
-    """Pure, on any monotonic clock. Of each instance the earliest time is kept."""
+    """When each instance is due: the earliest of the times that were put. Pure, on any monotonic clock."""
 
     def __init__(self) -> None:
         self._due_s: dict[Instance, float] = {}
-        # With what was put later, and with a number that keeps the order of those that are due together.
+        # It may hold outdated, later times as well. The number keeps the order of those that are due together.
         self._heap: list[tuple[float, int, Instance]] = []
         self._numbers = count()
 
     @property
     def next_s(self) -> float:
-        """When somebody is due, at the earliest; infinite where nobody is."""
+        """The earliest time at which an instance may be due, infinite if there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
     def put(self, instance: Instance, due_s: float) -> None:
@@ -60,7 +60,7 @@ class ProbeSchedule:
             heappush(self._heap, (due_s, next(self._numbers), instance))
 
     def take(self, now: float, at_most: int) -> list[Instance]:
-        """Those that are due, who has waited longest first. They are not in it any more."""
+        """Take out at most `at_most` instances that are due, and return them, the one that has waited longest first."""
         taken: list[Instance] = []
         while self.next_s <= now and len(taken) < at_most:
             due_s, _, instance = heappop(self._heap)

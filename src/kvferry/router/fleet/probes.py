@@ -1,7 +1,7 @@
 """The active probe: asks every instance's `/ready`, and `/health` where that is not 200, again and again.
 
-Who an instance is, kvferry's engines say at `/kvferry/info`; of others `/v1/models` and `/version` tell a part of it,
-and `/server_info` of SGLang's.
+kvferry's engines say who they are at `/kvferry/info`. For other engines `/v1/models` and `/version` tell a part of it,
+and for SGLang's `/server_info`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 UNREADY = 503
 EPOCH = b"x-kvferry-epoch"
-# Between two probes of an instance, however often failed requests ask for one.
+# The shortest time between two probes of an instance, however often failed requests ask for one.
 SHORTEST_PAUSE_S = 0.1
 # What begins in one turn takes a few milliseconds of a core, so requests hardly wait for it. It is also a limit: 800 a
 # second, so that of more than 1,600 instances each is asked less often than every two seconds.
@@ -48,13 +48,13 @@ class Model(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
-    """Of another engine: the answer of `/v1/models`."""
+    """The answer to `/v1/models` of an engine that is not kvferry's."""
 
     data: list[Model]
 
 
 class Version(msgspec.Struct):
-    """Of another engine: the answer of `/version`."""
+    """The answer to `/version` of an engine that is not kvferry's."""
 
     version: str = ""
 
@@ -92,7 +92,7 @@ class Prober:
             await asyncio.gather(*self._under_way.values(), return_exceptions=True)
 
     async def probe_all(self) -> None:
-        """All instances at the same time, before anybody is served."""
+        """Probe all instances at the same time, before anybody is served."""
         self._pool.probe_requests.take()
         self._pool.expire()
         await asyncio.gather(*(self._probe(state) for state in self._pool.probed_states))
@@ -107,14 +107,14 @@ class Prober:
             pass
 
     def _begin_some(self) -> None:
-        """As many as hold up nobody; the others follow in the next turns."""
+        """Begin as many of the due probes as hold up nobody. The others follow in the next turns."""
         self._pool.expire()
         now = time.monotonic()
         first, concern_all = self._pool.probe_requests.take()
         for instance in first:
             self._schedule.put(instance, AT_ONCE)
         if concern_all and now >= self._all_again_s:
-            # However many more are found down in it, it is one such round.
+            # At most one such round begins in an interval, however many more instances are found down in it.
             self._all_again_s = now + self._config.probe_interval_s
             for instance in self._pool.instances:
                 self._schedule.put(instance, now)
@@ -123,7 +123,7 @@ class Prober:
             num_left -= sum(self._begin(instance, now) for instance in due)
 
     def _begin(self, instance: Instance, now: float) -> bool:
-        """Whether it is probed now: not if it still is, or has left."""
+        """Probe an instance. Return whether that begins now: not if a probe is under way, or the instance has left."""
         state = self._pool.probed_state(instance)
         if instance in self._under_way:
             self._schedule.put(instance, now + SHORTEST_PAUSE_S)
@@ -136,11 +136,11 @@ class Prober:
         try:
             await self._probe(state)
         except Exception:
-            # As above: of this instance alone.
+            # As above, but for this instance alone.
             logger.exception("an internal error of the router ended a probe of %s", state.instance.url)
         await asyncio.sleep(SHORTEST_PAUSE_S)
         del self._under_way[state.instance]
-        # Whoever came together with others is not to be asked together with them for ever.
+        # Instances that came together are not to be probed together for ever.
         pause_s = self._config.probe_interval_s * random.uniform(1 - SPREAD, 1 + SPREAD)
         self._schedule.put(state.instance, time.monotonic() + pause_s)
 
@@ -161,7 +161,7 @@ class Prober:
                 return
             result = ProbeResult.SILENT if reason in SLOW else ProbeResult.DOWN
             self._pool.probed(instance, result, f"its probe failed ({reason})")
-            # Where nobody listens any more, its system has ended the connections that nobody holds; others may go on.
+            # If nobody listens, the host has ended the connections of a dead process. Those of a live one may go on.
             if reason != REFUSED:
                 self._pool.end_requests_if_down(instance)
             return
@@ -183,7 +183,7 @@ class Prober:
         return response.status, "".join(epochs)
 
     async def _ask_info(self, instance: Instance) -> EngineInfo:
-        """Empty where it tells nothing that can be understood. Raises only FAILURES."""
+        """Ask an engine who it is. Empty where it tells nothing that can be understood. Raises only FAILURES."""
         if told := await self._fetch(instance, "/kvferry/info"):
             return decoded(told, EngineInfo) or EngineInfo()
         models = decoded(await self._fetch(instance, "/v1/models"), Models) or Models([])
@@ -194,7 +194,7 @@ class Prober:
         return EngineInfo(" ".join(sorted(owners)), version.version, models=names)
 
     async def _fetch(self, instance: Instance, path: str) -> bytes:
-        """Nothing of an answer but a 200 is read: an engine without this path may say so at any length."""
+        """The body of a 200, else nothing: an engine without this path may say so at any length, which is not read."""
         response = await self._http.send(HttpRequest("GET", instance.url, path, [], b""))
         try:
             return await response.whole(MAX_INFO_BYTES) if response.status == 200 else b""

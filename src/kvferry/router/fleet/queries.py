@@ -1,4 +1,4 @@
-"""What a policy is asked for a request: the loads of those that may be chosen."""
+"""What a policy is asked for a request: the loads of the instances that may be chosen."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvferry.router.policy.records import Instance, Load, Pair, Role, RoutingQue
 
 
 class Queries:
-    """Over the states, broken pairs and prefixes of one pool, which change. Who says who it is leaves and joins.
+    """Makes queries from the states, broken pairs and prefixes of one pool, which change.
 
-    `kinds` are the instances of each role and kind.
+    An instance that says who it is leaves and joins. `kinds` are the instances of each role and kind.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Queries:
         self._settings = settings
         self._candidates = Candidates(states)
         self._draw = Draw(prefixes, settings.seed)
-        # A dictionary of them, which knows their order and lets one go at once.
+        # The inner dictionaries keep the order of instances, and let one go without a search.
         self.kinds: dict[tuple[Role, EngineInfo], dict[Instance, None]] = {}
 
     def joined(self, state: InstanceState) -> None:
@@ -56,7 +56,7 @@ class Queries:
                     yield sources, targets
 
     def query(self, request: InstanceRequest, handover_s: float) -> RoutingQuery:
-        """All that a policy is told."""
+        """All that a policy is told for this request."""
         now = self._settings.clock()
         if request.role is Role.PREFILL:
             prefill, decode = self._prefill(request, now), self._partners(request, now)
@@ -75,7 +75,7 @@ class Queries:
         )
 
     def _partners(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
-        """The instance that was chosen before, if it has not left meanwhile."""
+        """The load of the instance that was chosen before, if it has not left meanwhile."""
         states = [self._states[one] for one in request.partners if one in self._states and one not in request.excluded]
         cost, known = request.cost, self._prefixes.num_known
         return tuple(state.load(cost, known(state.instance, cost.prefixes), 1, True, now) for state in states)
@@ -88,7 +88,7 @@ class Queries:
         return bool(is_told) and not any(self._candidates.group(Wanted(role, model)).states for role in Role)
 
     def is_some(self, request: InstanceRequest) -> bool:
-        """Whether a policy is told of some of those that might be chosen, and of others if it is asked again."""
+        """Whether a policy is told of only some of the instances, and of others if it is asked again."""
         return self._candidates.group(Wanted(request.role)).is_large
 
     def _prefill(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
@@ -96,15 +96,15 @@ class Queries:
         partner = kinds[0] if kinds else None
         group = self._candidates.group(Wanted(Role.PREFILL, request.cost.model, partner))
         found = self._some(group, request, now)
-        # Who is to answer refuses a model that it does not have better than we could.
+        # An engine refuses a model that it does not have better than the router could.
         if not found and not all(kind.computes_prompts for kind in kinds):
             group = self._candidates.group(Wanted(Role.PREFILL, None, partner))
             found = self._some(group, request, now)
         return self._loads(found, group, request, now)
 
     def _able_to_take(self, request: InstanceRequest, now: float) -> tuple[Load, ...]:
-        """Decode instances that want requests and can read what a prefill instance has computed and refers to, if that
-        is still there. Who would have to meet it in a room has come too late."""
+        """Ready decode instances that can read what a prefill instance has computed and refers to, if that instance is
+        still there. For those that would have to meet it in a room it is too late."""
         source = self._states.get(request.partners[0])
         if source is None or not source.healthy:
             return ()
@@ -120,7 +120,7 @@ class Queries:
         return self._loads(found, group, request, now)
 
     def _free(self, states: Sequence[InstanceState], request: InstanceRequest, now: float) -> list[InstanceState]:
-        """Those that are not excluded, and may work with the request's partners after what has happened so far."""
+        """Return the states that are not excluded, and whose pairs with the request's partners do not keep failing."""
         excluded, pairs = request.excluded, self._pairs
         found = [state for state in states if state.instance not in excluded] if excluded else list(states)
         for partner in request.partners if len(pairs) else ():
@@ -138,8 +138,8 @@ class Queries:
             computing = self._candidates.group(Wanted(Role.DECODE, model, computes=True))
             able = self._some(computing, request, now)
             if request.cost.is_divisible:
-                # Another one can serve it as well, with a partner. What only these can serve waits for one that is
-                # down.
+                # Another one can serve it as well, with a partner. A request that only these can serve is not given to
+                # others, even if these are down.
                 able = [state for state in able if state.can_serve(now)]
             group, found = (computing, able) if able else (group, found)
         if not request.cost.is_divisible:
@@ -151,7 +151,7 @@ class Queries:
         return self._loads(found, group, request, now, num_partners)
 
     def _some(self, group: Group, request: InstanceRequest, now: float) -> list[InstanceState]:
-        """Those of a group that may be chosen; all of them where some would not do."""
+        """Return instances of a group that may be chosen: some of a large group, but all if none of these can serve."""
         found = self._free(group.offered(request.cost.prefixes, self._draw), request, now)
         if not group.is_large or any(state.ready and state.can_serve(now) for state in found):
             return found

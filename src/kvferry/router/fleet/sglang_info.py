@@ -34,8 +34,8 @@ class ServerInfo(msgspec.Struct):
 
 
 def sglang_info(told: bytes, role: Role, models: tuple[str, ...]) -> EngineInfo:
-    """Of a server that is used in this role. One that runs in another mode is in no pair; neither is one
-    whose answer cannot be understood: it may need a room or a reference."""
+    """What a server in this role says of itself. One that runs in another mode is in no pair. Neither is one whose
+    answer cannot be understood: it may need a room or a reference."""
     server = decoded(told, ServerInfo)
     if server is None:
         return EngineInfo(OWNER, models=models, handover=Handover.NONE, computes_prompts=role is Role.PREFILL)

@@ -15,7 +15,7 @@ MAX_GONE: Final = 4
 
 
 class Attempts:
-    """Of one request. Instances that have `failed` are not chosen again, unless they are acquitted."""
+    """The tries of one request. Instances that have `failed` are not chosen again, unless they are acquitted."""
 
     def __init__(self) -> None:
         self.failed: frozenset[Instance] = frozenset()
@@ -26,24 +26,24 @@ class Attempts:
         self._second_try: dict[Role, str] = {}
 
     def lose(self, instance: Instance) -> None:
-        """It has failed."""
+        """Note that an instance has failed."""
         self.failed |= {instance}
 
     def suspect(self, *instances: Instance) -> None:
-        """Each of these may be at fault, or not: whoever turns out to be the only one of its role is asked again."""
+        """Note that each of these may be at fault. One that turns out to be the only one of its role is asked again."""
         self._suspected = frozenset(instances)
 
     def acquit(self, role: Role) -> bool:
-        """Whether there are suspects of this role: they may be chosen again."""
+        """Let the suspects of this role be chosen again. Return whether there are any."""
         suspects = frozenset(one for one in self._suspected if one.role is role)
         self.failed, self._suspected = self.failed - suspects, self._suspected - suspects
         return bool(suspects)
 
     def may_try_again(self, role: Role, reason: str, culprit: Instance) -> bool:
-        """One more try of a role, per request; `reason` says why it is needed, and `culprit` has failed.
+        """Whether a role may be tried again, once per request. `reason` says why, and `culprit` has failed.
 
-        Where nobody was there, nothing was tried: the instance has done nothing that another would do again. What a
-        decode instance says of a prefill instance, by whatever word, is no such failure.
+        An instance that nobody could reach does not use up that try, since nothing was tried. What a decode instance
+        says of a prefill instance does not count as that, whatever word it uses.
         """
         self.lose(culprit)
         is_gone = reason == PREFILL_GONE or (culprit.role is role and reason in GONE)
@@ -57,6 +57,6 @@ class Attempts:
         return True
 
     def count(self, role: Role) -> list[Command]:
-        """A request of this role is about to be sent: it is counted if it is a second try."""
+        """Return the count of a request of this role that is about to be sent, if it is a second try."""
         reason = self._second_try.pop(role, "")
         return [Count(Counted.RETRY, role, reason)] if reason else []

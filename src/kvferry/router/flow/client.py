@@ -11,7 +11,7 @@ from starlette.types import Receive, Send
 from kvferry.http.asgi import until_disconnected
 from kvferry.router.request.headers import Headers
 
-# The status that counts a client who did not wait for one.
+# The status under which a request is counted whose client did not wait for one.
 CLIENT_CLOSED_REQUEST = 499
 
 Outcome = TypeVar("Outcome")
@@ -25,9 +25,9 @@ class Client:
         self.has_left = False
         self._send = send
         self._tail = b""
-        # It ends by itself: servers tell of the end of a response in the same words. Cancelling it would leave a cycle.
+        # It ends by itself: servers send `http.disconnect` after a response too. Cancelling it would leave a cycle.
         self._watch = asyncio.create_task(self._until_left(receive))
-        # Of the work that the client waits for, and how long that may go on without it.
+        # The time limit of the work that the client waits for, and how long that may go on without the client.
         self._limit: asyncio.Timeout | None = None
         self._grace_s = 0.0
 
@@ -57,12 +57,12 @@ class Client:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def pass_on(self, data: bytes) -> None:
-        """More of the body."""
+        """Send more of the body."""
         self._tail = (self._tail + data)[-4:]
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self, data: bytes) -> None:
-        """The end of the body."""
+        """Send the end of the body."""
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def finish_with_event(self, event: bytes) -> None:

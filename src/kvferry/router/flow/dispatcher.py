@@ -43,7 +43,7 @@ from kvferry.router.telemetry.request_timing import RequestTiming
 from kvferry.router.upstream.failures import GONE
 from kvferry.router.upstream.http_client import HttpRequest, WholeResponse
 
-# P may have answered in the moment in which the client left: its answer is on its way, and keeps blocks for nobody.
+# How long P's answer is waited for after the client has left. It may be on its way, and its blocks have to be released.
 # Much longer, and P would compute in vain.
 LAST_ANSWER_S = 0.2
 
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """One request is in flight at a time, and a prefill request may be beside it. `close` ends them all.
+    """Sends one client's requests: one is in flight, and a prefill request may be beside it. `close` ends them all.
 
     `answer` is the last one that came whole.
     """
@@ -67,7 +67,7 @@ class Dispatcher:
             services.pool, call.cost, kind_of(call.request, call.cost), call.request.streams
         )
         self._reserved = Reservations(self._outcomes, call.cost, services.pool.reserve)
-        # All so far; the last one is in flight.
+        # All requests so far. The last one is in flight.
         self._sent: list[UpstreamRequest] = []
         self._usage = PrefillUsage()
         self._format = ANSWER_FORMATS[call.request.endpoint]
@@ -145,12 +145,12 @@ class Dispatcher:
         return event
 
     def count(self, command: Count) -> None:
-        """Count; what failed is logged as well."""
+        """Carry out a count. A failed request is logged as well."""
         self._services.metrics.count(command)
         if command.what is Counted.UPSTREAM_ERROR:
             request = next(one for one in reversed(self._sent) if one.instance.role is command.role)
             self._services.metrics.instance_error(request.instance, command.reason)
-            # What was ended by us was ended for that reason.
+            # A request that the router itself has ended has no trouble of its own to tell.
             trouble = "" if command.reason in (PREFILL_LOST, PREFILL_GONE) else request.trouble
             logger.warning(
                 "request %s: the %s request to %s failed: %s%s",
@@ -159,7 +159,7 @@ class Dispatcher:
             )
 
     def leave_early(self) -> None:
-        """What an early prefill still computes is not wanted any more."""
+        """Leave an early prefill, if there is one: what it still computes is not wanted any more."""
         if self._usage.early is not None:
             self._usage.early.close()
         self._usage.early = None
@@ -171,13 +171,13 @@ class Dispatcher:
             request.close()
 
     def close(self) -> None:
-        """The request is over, however."""
+        """End everything: the request is over, in whatever way."""
         self.stop()
         self._reserved.release(*Role)
         self._outcomes.end()
 
     async def _answer_to(self, request: UpstreamRequest) -> Event:
-        """What P says when the client has just left is told with that, and not for a decode request."""
+        """Wait for an answer. If the client has left, return `ClientGone`, with what P has answered if P was asked."""
         is_prefill = request.instance.role is Role.PREFILL
         event = await self._client.unless_left(request.ask, LAST_ANSWER_S if is_prefill else 0.0)
         if event is None or (is_prefill and self._client.has_left):
@@ -205,7 +205,7 @@ class Dispatcher:
         return Picked(instance, is_early=is_early, room=room)
 
     def _early_ended(self, hears: Callable[[Reservation, Event], str], request: UpstreamRequest, event: Event) -> None:
-        """A prefill beside decode has ended by itself. If it has failed, nobody waits until decode finds that out."""
+        """Take the end of a prefill beside decode. If it has failed, decode is ended before it finds that out."""
         self._usage.early = None
         if isinstance(event, Ended):
             self._usage.cached_tokens = request.cached_tokens
@@ -232,14 +232,14 @@ class Dispatcher:
         return UpstreamRequest(self._services, self._reserved[role], trace, http, timeouts, self._format)
 
     def _timeouts(self, command: Send | Start) -> Timeouts:
-        """A decode request waits for what an early prefill has not computed yet, and a prefill in a room for decode."""
+        """The limits of a request. Decode waits for the rest of an early prefill, a prefill in a room for decode."""
         config, role = self._services.config, command.instance.role
         prefill_s = config.prefill_timeout_s if role is Role.PREFILL or self._usage.early else 0.0
         decode_s = config.decode_timeout_s if role is Role.DECODE or isinstance(command, Start) else 0.0
         return Timeouts(prefill_s + decode_s, self._call.deadline_s)
 
     def _opened(self, event: Opened, path: Path, decode: Instance) -> None:
-        """An answer has begun. Whose cache has come has computed it, though its own answer may still be on its way."""
+        """Note that an answer has begun. If it uses the cache of an early prefill, that prefill is over as well."""
         if self._usage.early is not None and self._outcomes.has_arrived:
             self._outcomes.hears_end(self._usage.early.request.reservation, Ended())
         metrics, phases = self._services.metrics, self.timing.phases
@@ -252,4 +252,4 @@ class Dispatcher:
 
 
 def _unobserved(_: float) -> None:
-    """Where there is nothing to observe."""
+    """Ignore the time between tokens of an answer that comes in one piece."""

@@ -21,7 +21,7 @@ from kvferry.router.telemetry.access_log import NO_PATH, AccessLogEntry
 from kvferry.router.upstream.http_client import HttpRequest, WholeResponse
 
 RELEASE_PATH = "/kvferry/release"
-# What counts an answer that has begun well and ended badly.
+# The status under which an answer is counted that has begun well and ended badly.
 BROKEN_OFF = 502
 
 
@@ -87,8 +87,8 @@ class Driver:
         return event
 
     async def _end(self, command: Command) -> None:
-        """Of a broken answer that cannot have an error frame the client is told nothing: a server closes the connection
-        of an app that returns amid its response."""
+        """Carry out a command that ends the request. For `Cut` nothing is sent: the server closes the connection of an
+        app that returns amid its response."""
         match command:
             case commands.Forward():
                 await self._answer(self._dispatcher.answer)
@@ -128,7 +128,7 @@ class Driver:
         return await self._dispatcher.relay(self._response_headers(self._dispatcher.in_flight.headers))
 
     def _response_headers(self, headers: Headers, *, tells_path: bool = True) -> Headers:
-        """A refusal of the router's own came by no path."""
+        """The headers for the client. A refusal of the router's own came by no path."""
         timing = self._dispatcher.timing
         own = {"x-request-id": self._call.request_id}
         own |= {"x-kvferry-path": str(self.flow.path)} if tells_path else {}

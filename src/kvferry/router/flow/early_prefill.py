@@ -10,7 +10,7 @@ from kvferry.router.events import NOT_WANTED, Event
 from kvferry.router.flow.upstream_request import UpstreamRequest
 from kvferry.router.telemetry.access_log import LEFT
 
-# An early prefill tells at its end what it had cached, and D may have answered by then. Its prompt is computed: that is
+# How long an answer of D waits for an early prefill to tell what it had cached. Its prompt is computed, so its end is
 # near.
 LAST_USAGE_S = 1.0
 

@@ -28,8 +28,8 @@ from kvferry.router.request.request_kind import RequestKind
 from kvferry.router.upstream.failures import DEADLINE, EXHAUSTED, GONE
 from kvferry.wire.messages import Reason
 
-# The probe finds out about these at once, and finds the instance again at once when it is back; or the client had no
-# more time; or it was another instance's fault.
+# Failures that do not count against an instance. A probe finds out about it at once, and also when it is back, or the
+# client had no more time, or another instance was at fault.
 BLAMELESS = GONE | {EXHAUSTED, INSTANCE_DOWN, TOO_LATE, PREFILL_LOST, PREFILL_GONE, PREFILL_REFUSED}
 # These lie in the request: with any other pair of engines it would be the same.
 OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *DecodeOnlyReason))
@@ -38,10 +38,10 @@ CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
 
 @dataclass(frozen=True, slots=True)
 class UnattributedFailure:
-    """An instance whose request failed. `blame` says so to whoever counts, or `acquit` that it tells nothing.
+    """An instance whose request failed. `blame` counts that against it, `acquit` says that it tells nothing.
 
-    `is_certain` where that needs no other's word: an answer with an error, or one that takes too long, may be about the
-    request, a broken connection hardly is.
+    `is_certain`: it is at fault even if no other instance is asked. An answer with an error, or one that takes too
+    long, may be about the request, but a broken connection hardly is.
     """
 
     instance: Instance
@@ -51,15 +51,15 @@ class UnattributedFailure:
 
 
 class FailureAttribution:
-    """Of one client's request, until it shows whether its failures follow it or stay with an instance. An instance that
-    serves it convicts those that failed before; one that fails as well acquits them all."""
+    """Finds out whether the failures of one client's request are the fault of the request or of instances. An instance
+    that serves it convicts those that failed before. One that fails as well acquits them all."""
 
     def __init__(self) -> None:
         self._open: dict[Role, list[UnattributedFailure]] = {}
         self._acquitted: set[Role] = set()
 
     def add(self, role: Role, suspect: UnattributedFailure) -> None:
-        """A request to an instance has failed."""
+        """Take a failed request to an instance."""
         others = self._open.setdefault(role, [])
         if any(other.instance != suspect.instance for other in others):
             self._acquitted.add(role)
@@ -70,18 +70,18 @@ class FailureAttribution:
             others.clear()
 
     def served(self, role: Role) -> None:
-        """An instance of this role has done what the others did not."""
+        """Blame the instances of this role that have failed: another one has served the request."""
         for suspect in self._open.pop(role, []):
             suspect.blame()
 
     def end(self, role: Role) -> None:
-        """No other instance of this role will be asked."""
+        """Judge the failures of this role: no other instance of it will be asked."""
         for suspect in self._open.pop(role, []):
             (suspect.blame if suspect.is_certain else suspect.acquit)()
 
 
 class OutcomeRecorder:
-    """Of one request. What a pair was given is always ended: a trial that tells nothing leaves the pair on trial."""
+    """Records how one request went. A pair's trial is always ended: one that tells nothing leaves the pair on trial."""
 
     def __init__(self, pool: InstancePool, cost: RequestCost, kind: RequestKind, streams: bool) -> None:
         self._pool = pool
@@ -97,16 +97,16 @@ class OutcomeRecorder:
         self._pair_trial: Trial | None = None
         self._reservation: Reservation | None = None
         self._divided = False
-        # Whether the answer that has begun is made of another's cache.
+        # Whether the answer that has begun is made of a prefill instance's cache.
         self.has_arrived = False
 
     @property
     def prefill_url(self) -> str:
-        """Who computed the prompt; empty when the decode instance did."""
+        """The URL of the prefill instance that computed the prompt; empty when the decode instance did."""
         return self._pair[0].url if self._pair and self._divided else ""
 
     def may_prefill(self) -> bool:
-        """Whether a request of this kind is to have a prefill; asked once, a second prefill is the same try."""
+        """Whether a request of this kind is to have a prefill. Once it may, it always may: a second is the same try."""
         pool = self._pool
         if not self._may_prefill and pool.kinds.may_begin(self._kind, pool.now):
             self._may_prefill = True
@@ -114,14 +114,14 @@ class OutcomeRecorder:
         return self._may_prefill
 
     def chosen(self, instance: Instance, partners: tuple[Instance, ...]) -> None:
-        """An instance was reserved; to work with its partner, if it has one."""
+        """Note that an instance was reserved, to work with its partner if it has one."""
         self._leave_pair()
         if partners:
             self._pair = pair_of(instance, partners[0])
             self._pair_trial = self._pool.pairs.begin(self._pair, self._pool.now)
 
     def sends(self, reservation: Reservation, divided: bool) -> None:
-        """A request is sent. Who computes a prompt shows how fast it is; of a whole answer only its end is seen."""
+        """Note that a request is sent. It shows how fast a prompt is computed, unless only its answer's end is seen."""
         self._reservation, self._divided = reservation, divided
         if reservation.instance.role is Role.DECODE and not divided:
             self._end_prefill()
@@ -129,13 +129,13 @@ class OutcomeRecorder:
             reservation.computes()
 
     def hears(self, event: Event, headers: Headers, handover_s: float) -> None:
-        """How a request went. `handover_s` is from a computed prompt to this, 0 where that is not known."""
+        """Take how a request went. `handover_s` is from a computed prompt to this, 0 where that is not known."""
         reservation = self._reservation
         if reservation is None:
             return
         match event:
             case Opened():
-                # Whether it is worth anything shows at its end.
+                # Whether the answer is worth anything shows at its end.
                 reservation.answers()
                 self._attribution.served(reservation.instance.role)
                 self._remember(reservation)
@@ -150,7 +150,7 @@ class OutcomeRecorder:
                 self._suspect(reservation, is_certain=reason != DEADLINE)
 
     def hears_end(self, prefill: Reservation, event: Event) -> str:
-        """How an early prefill ended, whatever decode does meanwhile; the reason, if it is at fault."""
+        """Take how an early prefill ended, whatever decode does. Return the reason if it is at fault, else nothing."""
         match event:
             case Ended():
                 self._prefilled(prefill)
@@ -166,15 +166,15 @@ class OutcomeRecorder:
         return ""
 
     def hears_end_in_room(self, prefill: Reservation, event: Event) -> str:
-        """The same in a room: a refusal is about the request, unless the instance has too much to do."""
+        """The same as `hears_end` in a room: a refusal is about the request unless the instance has too much to do."""
         match event:
             case Answered(status, _) if 400 <= status < 500 and status != 429:
                 return PREFILL_REFUSED
         return self.hears_end(prefill, event)
 
     def hears_end_of_reading(self, prefill: Reservation, event: Event) -> str:
-        """The same of a prefill that answers when decode has read its cache: an error may be the fault of either, as is
-        an answer that does not come."""
+        """The same for a prefill that answers when decode has read its cache: an error may be the fault of either, as
+        may an answer that does not come."""
         match event:
             case Failed(reason, _) if reason == DEADLINE:
                 return reason
@@ -184,13 +184,13 @@ class OutcomeRecorder:
         return self.hears_end_in_room(prefill, event)
 
     def end(self) -> None:
-        """The request is over: nothing more will be heard of it."""
+        """End what is open: nothing more will be heard of the request."""
         self._leave_pair()
         self._end_prefill()
         self._attribution.end(Role.DECODE)
 
     def _end_prefill(self) -> None:
-        """No other prefill instance will be asked, and the answer may be long: what is known is told now."""
+        """Tell now what is known of prefill: no other instance will be asked for it, and the answer may be long."""
         self._attribution.end(Role.PREFILL)
         if self._prefill_failed:
             self._pool.kind_failed(self._kind, self._kind_trial)
@@ -213,8 +213,8 @@ class OutcomeRecorder:
             self._prefilled(reservation)
 
     def _judge_divided(self, pair: Pair, status: int, body: bytes) -> None:
-        """Engines of others do not tell a cache that did not come from any other trouble. One whose fault it is every
-        time is soon in no pair any more, and is then judged by what it does alone."""
+        """Judge an error of decode after prefill. Engines that are not kvferry's do not say if no cache came. One that
+        is at fault every time is soon in no pair any more, and is then judged by what it does alone."""
         if reason := lost_cache(body):
             self._lost(pair, reason)
             return
@@ -228,8 +228,8 @@ class OutcomeRecorder:
         self._attribution.add(Role.DECODE, suspect)
 
     def _suspect(self, reservation: Reservation, *, is_certain: bool) -> None:
-        """It has failed, which may be the request's fault: another instance may answer it with an error, too, or take
-        too long over it."""
+        """Note a failure that may be the request's fault: another instance may answer it with an error as well, or take
+        too long."""
         reservation.suspected()
         role = reservation.instance.role
         suspect = UnattributedFailure(reservation.instance, reservation.failed, reservation.acquitted, is_certain)
@@ -244,16 +244,16 @@ class OutcomeRecorder:
         self._prefill_failed = False
 
     def _lost(self, pair: Pair, reason: str) -> None:
-        """A cache has not come. Where the reason lies in the request, the two are not to blame."""
+        """Note that a cache has not come. Where the reason lies in the request, the pair is not to blame."""
         if reason not in OF_THE_REQUEST:
             self._pool.lost(pair, reason, self._pair_trial)
 
     def _remember(self, reservation: Reservation) -> None:
-        """It has the prompt cached from now on."""
+        """Note that an instance has the prompt cached from now on."""
         self._pool.prefixes.remember(reservation.instance, self._cost.prefixes)
 
     def _judge_cache(self, reservation: Reservation, headers: Headers) -> bool:
-        """Whether a cache has come. Engines of others do not tell how: that it was answered is all there is."""
+        """Whether a cache has come. Engines that are not kvferry's do not say: their answer counts as a yes."""
         if reservation.instance.role is not Role.DECODE or not self._divided or self._pair is None:
             return False
         told = {name.lower(): value for name, value in headers}

@@ -61,7 +61,7 @@ class Relay:
             self._outcomes.hears(event, [], 0.0)
 
     def left(self) -> Event:
-        """The client has left: what becomes of its answer."""
+        """The end of an answer whose client has left: `Ended` if it had the last event, else `ClientGone`."""
         if not self._end.is_over:
             return ClientGone()
         self._tell(Ended())
@@ -122,7 +122,7 @@ class Relay:
                 self._end.feed(piece)
 
     async def _with_usage(self, events: bytes) -> bytes:
-        """Whole events with the prefill engine's figure; no token waits for that."""
+        """Return whole events with the prefill engine's figure in them. No token waits for the figure."""
         if not self._format.tells_usage(events):
             return events
         at, changed = self._format.before_final_usage(events), self._format.with_cached_tokens_in_events

@@ -26,7 +26,7 @@ class Reservations:
         return self._by_role[role]
 
     def pick(self, command: Pick) -> tuple[Instance, tuple[Instance, ...]] | Event:
-        """Reserve an instance, in the place of another one of its role: it, and whom it is to work with."""
+        """Reserve an instance in place of another one of its role. Return it and its partners, or why there is none."""
         if command.role is Role.PREFILL and not self._outcomes.may_prefill():
             return SkipPrefill(PREFILL_FAILS)
         self.release(command.role)
@@ -40,7 +40,7 @@ class Reservations:
         return found.instance, partners
 
     def release(self, *roles: Role) -> None:
-        """Of these roles, those that are reserved."""
+        """Release the instances of these roles that are reserved."""
         for role in roles:
             if reservation := self._by_role.pop(role, None):
                 reservation.release()

@@ -6,8 +6,8 @@ The last command of a batch is the one that is answered by the next event. Rules
 * D (the decode instance) gets one retry on another D, only before its first byte, and with a fresh prefill: the cache
   of the first one may be half read and its lease spent. Where nobody was at D's address, nobody has read it: another D
   is asked with it;
-* a 4xx is about the request, so nothing is tried again. One of P may only be about the prefill request that we made of
-  it (a tool call does not fit one token): D is asked by itself, so that the client hears what an engine alone would
+* a 4xx is about the request, so nothing is tried again. One of P may only be about the prefill request made of it
+  (a tool call does not fit one token): D is asked by itself, so that the client hears what an engine alone would
   say. A P that has too much to do (429) is replaced by another one if there is one: D alone would be worse off still;
 * a D that answers that the cache did not arrive is not at fault alone: it stays, and P is another one, or none. One
   that fails without a word about that may be at fault or not: both are others, or D alone tries again;
@@ -77,7 +77,7 @@ class Flow:
         # Whether the picked D can compute prompts, and why it is to compute this one, if it is.
         self._computes = True
         self._alone_for = ""
-        # What is said of prefill instances that are not asked again: they have failed, or a pair with one of them has.
+        # The reason to tell where prefill instances are not asked again: they have failed, or a pair with one has.
         self._lost_for = ""
         self._attempts = Attempts()
         # What the client gets when no decode instance is left.
@@ -87,7 +87,7 @@ class Flow:
         self._overloaded = False
         # What P keeps for D, until D answers.
         self._kept = b""
-        # The same where any other D could read it as well: P did not meet this one in a room.
+        # The same, if any other D could read it as well, since P and D did not meet in a room.
         self._transfer = b""
 
     def handle(self, event: Event) -> list[Command]:
@@ -116,7 +116,7 @@ class Flow:
 
     def give_up(self, event: NoInstance) -> list[Command]:
         if self._transfer:
-            # None can take what is computed; with another P one may answer.
+            # No D can take what is computed, but with another P one may answer.
             return [*self._release("decode_failed"), *self._pick(Role.DECODE)]
         return self._pick(Role.DECODE) if self._attempts.acquit(Role.DECODE) else self._finish(self._last_answer)
 
@@ -226,7 +226,7 @@ class Flow:
         return [commands.Start(prefill, body), *self._send_decode(room_decode_body(self._request, room.decode))]
 
     def _hear_refusal(self) -> list[Command]:
-        """P has refused its request beside D, which was ended by us: what P would keep is not there."""
+        """Take P's refusal of its request beside D's, which the router has ended. P keeps nothing to release."""
         self._kept = b""
         is_ps_word = self._refuses or not self._computes
         return self._finish(commands.Forward()) if is_ps_word else self._decode_alone("prefill_refused")
@@ -259,7 +259,7 @@ class Flow:
         return [*counts, *self._send_decode(self._request.raw)]
 
     def _refuse(self, reason: str) -> list[Command]:
-        """That a try has failed tells more than that there is nobody for another one."""
+        """Refuse the request, or give the answer of a failed try, which tells more than that nobody is left."""
         self.reason = reason
         if self._last_answer is not NO_DECODE_INSTANCE and not self._refuses:
             return self._finish(self._last_answer)
@@ -276,8 +276,8 @@ class Flow:
     def _lose_decode(
         self, reason: str, last_answer: Command, culprit: Instance | None = None, is_unread: bool = False
     ) -> list[Command]:
-        """`culprit` is who must not be chosen again, if it is not the decode instance; `is_unread` what P has computed,
-        where nobody was there to read it."""
+        """Go on after a decode request failed. `culprit` is who must not be chosen again, if it is not D. `is_unread`
+        says that nobody was there to read what P has computed."""
         self._last_answer = last_answer
         self._lost_for = "prefill_failed" if culprit is not None else self._lost_for
         again = self._attempts.may_try_again(Role.DECODE, reason, culprit or self._picked[Role.DECODE])
@@ -286,8 +286,8 @@ class Flow:
         return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *releases, *then]
 
     def _lose_pair(self, status: int) -> list[Command]:
-        """Either may be at fault; no P has said that it is. A D that can do without P does so, rather than have the
-        same one compute again; the words of one that cannot may name places of the inside."""
+        """Go on after an error for which P or D may be at fault. A D that can do without P does so, rather than have
+        the same P compute again. The error of one that cannot is not passed on, since it may name internal hosts."""
         self._lost_for = self._lost_for or "pair_failed"
         self._attempts.lose(self._picked[Role.PREFILL])
         self._attempts.suspect(*(self._picked[role] for role in ((Role.DECODE,) if self._computes else Role)))
@@ -295,7 +295,7 @@ class Flow:
         return self._lose_decode(f"status_{status}", last_answer)
 
     def _lose_promise(self, event: events.Failed) -> list[Command]:
-        """P has failed beside D, and D's request was ended by us."""
+        """Go on after P has failed beside D, whose request the router has ended."""
         self._lost_for = "prefill_failed"
         last_answer, prefill = refusals.prefill_lost(event), self._picked[Role.PREFILL]
         is_gone = event.reason == events.PREFILL_GONE
@@ -311,7 +311,7 @@ class Flow:
         return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, event.reason), *releases, *self._pick(Role.DECODE)]
 
     def _compute_without(self, reason: str, fallback: str, last_answer: Command) -> list[Command]:
-        """No P is of use: D cannot compare its own tokens with P's, or they differ; or two of P have failed."""
+        """Go on without P: D cannot compare its own tokens with P's, or they differ, or two Ps have failed."""
         self._last_answer = last_answer
         self._attempts.lose(self._picked[Role.PREFILL])
         counts = [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *self._release("decode_failed")]

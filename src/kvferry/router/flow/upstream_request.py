@@ -21,9 +21,9 @@ from kvferry.router.upstream.http_client import HttpRequest, HttpResponse
 
 NOT_WAITING = -1.0
 END_OF_EVENT, DONE = b"\n\n", b"data: [DONE]"
-# Of a prefill stream: a reference, a token, and the end.
+# The limit for a prefill stream: a reference, a token, and the end.
 MAX_STREAM_BYTES = 1 << 20
-# Of an engine's words for what went wrong.
+# How much the log shows of an engine's words for what went wrong.
 MAX_SHOWN_BYTES = 200
 
 
@@ -66,11 +66,11 @@ class UpstreamRequest:
         self._ends_s, self._limit = 0.0, ""
         # It was closed by our own side, perhaps for a reason.
         self._is_closed, self._given_up_for = False, ""
-        # While an answer is waited for.
+        # The time limit, while an answer is waited for.
         self._asking: asyncio.Timeout | None = None
         # Which limit ended a stream, if one did.
         self._given_up = ""
-        # While the rest of an early prefill is waited for, and what that told of its prompt.
+        # Whether the rest of an early prefill is waited for, and how much of its prompt it had cached, when it tells.
         self._is_resting = False
         self.cached_tokens: int | None = None
 
@@ -80,12 +80,12 @@ class UpstreamRequest:
 
     @property
     def status(self) -> int:
-        """Of the answer; 0 before it comes."""
+        """The status of the answer; 0 before it comes."""
         return self._response.status if self._response else 0
 
     @property
     def headers(self) -> Headers:
-        """Of the answer."""
+        """The headers of the answer; empty before it comes."""
         return self._response.headers if self._response else []
 
     @property
@@ -128,7 +128,7 @@ class UpstreamRequest:
         return answered
 
     async def run(self) -> Answered | Ended | Failed:
-        """Ask for an answer of which nothing but its end matters, or the error that it is."""
+        """Ask for an answer of which only its end matters, or the error that it is."""
         event = await self.ask()
         if isinstance(event, Answered) and 200 <= event.status < 300:
             self.cached_tokens = self._format.cached_tokens_of(event.body)
@@ -138,7 +138,7 @@ class UpstreamRequest:
         return self._failed(_no_whole_answer(self._first), MALFORMED)
 
     async def rest(self) -> Answered | Ended | Failed:
-        """What follows a promise: its end, or the error that the stream ended with."""
+        """Read what follows a promise. Return its end, or the error that the stream ended with."""
         if self._response is None or self._is_closed:
             return Ended()
         self._is_resting = True
@@ -172,7 +172,7 @@ class UpstreamRequest:
             self._waits_since_s = NOT_WAITING
 
     def _watch_silence(self, in_s: float) -> None:
-        """One timer for a whole stream, that looks again when it was early: one per piece would cost more than it."""
+        """Start the one timer of a stream, which looks again if it was early. A timer per piece would cost too much."""
         self._watch = asyncio.get_running_loop().call_later(in_s, self._look_for_silence)
 
     def _look_for_silence(self) -> None:
@@ -190,8 +190,8 @@ class UpstreamRequest:
             self._asking.reschedule(asyncio.get_running_loop().time())
 
     def instance_is_down(self) -> None:
-        """What has not begun will not begin, and what was silent while a probe was not answered will stay so. An answer
-        that still comes refutes the probe."""
+        """End the request if its answer has not begun, or was silent while a probe was not answered. An answer that
+        still comes refutes the probe."""
         if self._asking is not None:
             self.give_up(INSTANCE_DOWN)
         elif self._response is not None and self._is_resting:
@@ -202,7 +202,7 @@ class UpstreamRequest:
             self._response.close()
 
     def _silent_s(self) -> float:
-        """How long something has been expected of the engine; a slow client's time is not the engine's."""
+        """How long bytes of the engine have been waited for. The time of a slow client is not the engine's."""
         return time.monotonic() - self._waits_since_s if self._waits_since_s != NOT_WAITING else 0.0
 
     def close(self) -> None:
@@ -235,8 +235,8 @@ class UpstreamRequest:
         return Promised(promised) if promised else self._failed(_no_promise(self._first), MALFORMED)
 
     async def _first_token(self, response: HttpResponse) -> bytes:
-        """The bytes up to the first event that is about more than that an answer has begun: engines send those before
-        they know how it will go."""
+        """Read up to the first event that says more than that an answer has begun: engines send such events before they
+        know how it will go."""
         found, max_bytes = await response.piece(), self._services.config.max_answer_bytes
         while found and self._format.opening_bytes(found) == len(found) <= max_bytes:
             if not (piece := await response.piece()):

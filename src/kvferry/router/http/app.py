@@ -79,7 +79,7 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
 
     handlers = {HTTPException: on_http_error, FerryError: on_ferry_error, Exception: on_defect}
     app = Starlette(routes=_routes(), lifespan=lifespan, exception_handlers=handlers)
-    # A redirection would be the answer to `/v1/completions/`, of which clients lose the body.
+    # `/v1/completions/` would be answered with a redirection, at which clients lose the body.
     app.router.redirect_slashes = False
     app.state.pool, app.state.metrics, app.state.config = pool, metrics, config
     app.state.registry = Registry(config, pool, metrics)
@@ -106,7 +106,7 @@ def _routes() -> list[Route]:
 async def _following(
     pool: InstancePool, prober: Prober, files: list[MembersFile], pods: list[PodWatch]
 ) -> AsyncIterator[None]:
-    """Keep the pool as the instances are, once all have been asked. Raises ConfigurationError."""
+    """Probe all instances, and then keep the pool up to date. Raises ConfigurationError."""
     tasks: set[asyncio.Task[None]] = set()
     try:
         for watch in pods:
@@ -125,20 +125,20 @@ async def _following(
 
 
 def _show(pool: InstancePool, metrics: Metrics, config: RouterConfig) -> None:
-    """In the metrics, what is only known when somebody asks."""
+    """Set the metrics whose values are only known when somebody asks."""
     metrics.router_ready.set(readiness(pool, config.needs_pair)[0] == 200)
     pool.show()
 
 
 def _ended(pool: InstancePool, task: asyncio.Task[None]) -> None:
-    """What should go on for ever has not: the router would route by what it knew then."""
+    """Drain the router if a task that should run for ever has failed: it would go on with what it knew then."""
     if not task.cancelled() and (error := task.exception()):
         logger.error("a task of the router has ended: it asks to be replaced", exc_info=error)
         pool.drain()
 
 
 def _pod_watch(config: RouterConfig, pool: InstancePool) -> list[PodWatch]:
-    """One, or none. Raises MissingExtraError without the client of Kubernetes, which other routers do without."""
+    """The watch of pods, if any are selected. Raises MissingExtraError without the Kubernetes client, then needed."""
     if config.pods is None:
         return []
     from kvferry.router.discovery.pod_watch import PodWatch
@@ -174,7 +174,7 @@ class RouterApp:
             await watch.begin()
 
     def turn_away(self, scope: Scope, request_id: str) -> None:
-        """A request without a key is answered before it comes here: it counts all the same."""
+        """Count a request that was refused for its API key before it came here."""
         is_generating = scope["method"] == "POST" and scope["path"] in self._generating
         began = {BEGAN_S: time.monotonic()} if is_generating else {}
         tell_refusal(self.state.metrics, {**scope, **began}, request_id, UNAUTHORIZED, INVALID_KEY)
@@ -225,7 +225,7 @@ class Generate:
 
 
 async def tokenizer(http: Request) -> Response:
-    """One engine answers it alone, and its answer is passed on."""
+    """Have one engine answer a request about tokens, and pass its answer on."""
     path, headers = TokenizerPath(http.scope["path"]), http.scope["headers"]
     began_s, state = time.monotonic(), http.app.state
     request_id = request_id_of(headers)
@@ -242,7 +242,7 @@ async def tokenizer(http: Request) -> Response:
 
 
 async def models(http: Request) -> Response:
-    """All of them, or the one that the path names."""
+    """Answer with all models, or the one that the path names."""
     services = http.app.state.services
     headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
     if "name" in http.path_params:
@@ -251,7 +251,7 @@ async def models(http: Request) -> Response:
 
 
 async def version(http: Request) -> Response:
-    """Of the router: its engines may be of several."""
+    """Answer with the version of the router: its engines may have several."""
     return json_response(200, {"version": __version__})
 
 
@@ -296,6 +296,6 @@ async def _read(http: Request, max_bytes: int) -> bytes:
 
 
 def _target(path: str, http: Request) -> str:
-    """A path of ours, and the query as the client wrote it. Its path is decoded: other bytes than it seems."""
+    """A path that the router knows, with the client's query. The client's own path may differ in its encoded bytes."""
     query = http.scope["query_string"].decode("latin-1")
     return f"{path}?{query}" if query else path

@@ -72,10 +72,10 @@ def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[s
 
 
 def tell_refusal(metrics: Metrics, scope: Scope, request_id: str, status: int, reason: str) -> None:
-    """It was refused before anything was known of it but its path and, perhaps, its id."""
+    """Count and log a request that was refused when only its path and, perhaps, its id were known."""
     path = scope["path"]
     known = path if path in (*Endpoint, *TokenizerPath) else "other"
     metrics.requests.labels(known, NO_PATH, status).inc()
-    # A request that generates has a line of its own, once.
+    # Only a request that generates has a line in the access log, and only one.
     if BEGAN_S in scope:
         AccessLogEntry(request_id, path, status, reason, time.monotonic() - scope[BEGAN_S]).log()

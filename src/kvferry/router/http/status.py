@@ -9,7 +9,7 @@ from kvferry.router.fleet.instance import InstanceState
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.policy.records import Pair, Role
 
-# Of those that cannot work together: while half of a thousand instances speak another version, there are 125,000.
+# Of the pairs that cannot work together: there are 125,000 while half of a thousand instances have another version.
 MAX_LISTED_PAIRS = 100
 
 
@@ -44,7 +44,7 @@ def _reason(pool: InstancePool, lacks_pair: bool) -> str:
 
 
 def status_of(pool: InstancePool) -> dict[str, object]:
-    """Plain JSON: every instance, and the pairs that are out, of those that cannot work together the first ones."""
+    """Plain JSON: every instance, the pairs that keep failing, and the first of those that cannot work together."""
     now = pool.now
     return {
         "members": [_instance_status(state, now) for state in pool.states],

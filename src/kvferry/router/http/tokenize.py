@@ -22,7 +22,7 @@ from kvferry.router.upstream.http_client import HttpRequest, WholeResponse
 
 
 class TokenizerPath(StrEnum):
-    """What engines of kvferry and of vLLM answer alike, and what those of vLLM and SGLang do."""
+    """The paths. The engines of kvferry and vLLM answer the first two alike, those of vLLM and SGLang the last."""
 
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
@@ -37,7 +37,7 @@ class Named(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Question:
-    """One that waits for its answer, and need not when its instance is down."""
+    """A request that waits for its answer, and is ended when its instance is down."""
 
     instance: Instance
     limit: asyncio.Timeout
@@ -80,7 +80,7 @@ async def ask(services: Services, request: HttpRequest, deadline_s: float) -> Wh
 
 
 async def _asked(services: Services, instance: Instance, request: HttpRequest) -> WholeResponse:
-    """Raises FAILURES, and TimeoutError when the instance is found down meanwhile."""
+    """Ask one instance. Raises FAILURES, and TimeoutError when the instance is found down meanwhile."""
     async with asyncio.timeout(None) as limit:
         question, open_requests = _Question(instance, limit), services.pool.open_requests
         open_requests.began(question)
@@ -101,7 +101,7 @@ def _note(services: Services, instance: Instance, reason: str) -> None:
 
 
 def _model(body: bytes) -> str:
-    """Empty where the body names none, or is none: an engine says what is wrong with it."""
+    """The model that a body names; empty if it names none or is not valid: an engine says what is wrong with it."""
     named = decoded(body, Named)
     return (named and named.model) or ""
 

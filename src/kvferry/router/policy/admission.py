@@ -32,8 +32,8 @@ def first_token_s(query: RoutingQuery) -> float:
 
 
 def _is_idle(query: RoutingQuery) -> bool:
-    """Whether who would compute the prompt has nothing to do. Then no other request is in the way, and to come back
-    later helps nobody; and how fast an instance is shows at what it computes: short prompts say little of it."""
+    """Whether the instance that would compute the prompt has nothing to do. Then no other request is in the way, and
+    coming back later does not help. Nor is its speed well known then: short prompts say little of it."""
     is_divided = query.cost.is_divisible and any(load.num_partners for load in able(query.decode))
     computing = query.prefill if is_divided and able(query.prefill) else query.decode
     chosen = choose(computing, query.cost)

@@ -9,7 +9,7 @@ from kvferry.router.policy.records import NO_COST, Instance, Load, RequestCost, 
 
 
 def able(loads: Sequence[Load]) -> list[Load]:
-    """Those that may be chosen.
+    """Return the loads of the instances that may be chosen.
 
     Where no decode instance is ready, one that answers at all is better than no answer. There is no such need for
     prefill: the decode instance can do without.
@@ -58,6 +58,6 @@ def _rank(prefix: int, instance: Instance) -> bytes:
 
 
 def _cost(load: Load, cost: RequestCost) -> int:
-    """Tokens of work on this instance once the request is there, cached ones apart."""
+    """Tokens of work on this instance once the request is there, without cached ones."""
     cached = min(load.cached_tokens, cost.prompt_tokens) if load.instance.role is Role.PREFILL else 0
     return load.outstanding_tokens + cost.work(load.instance.role) - cached

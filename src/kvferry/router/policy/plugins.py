@@ -52,7 +52,7 @@ def _function(name: str) -> object:
 
 
 def _takes_a_query(found: Callable[..., object]) -> bool:
-    """What cannot be told, as of some functions in C, is found out when a request comes."""
+    """Whether it takes a query, as far as can be told: for some functions in C that only shows at the first request."""
     try:
         inspect.signature(found).bind(None)
     except TypeError:

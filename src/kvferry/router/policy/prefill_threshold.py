@@ -40,7 +40,7 @@ def skip(query: RoutingQuery) -> SkipPrefill | None:
 
 
 def _skip_queue(query: RoutingQuery) -> SkipPrefill | None:
-    """The prefill instances are so busy that only the decode instance keeps the promised time."""
+    """Skip prefill if prefill instances are so busy that only the decode instance keeps the promised time."""
     promised_s, speed = query.limits.ttft_s, fastest(query.decode)
     across = RoutingQuery(query.role, query.cost, query.prefill, (), query.limits, query.handover_s)
     if not promised_s or not speed or first_token_s(across) <= promised_s:

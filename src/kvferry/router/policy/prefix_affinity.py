@@ -14,13 +14,13 @@ class PrefixIndex:
     def __init__(self, max_names: int = 16384) -> None:
         self._max_names = max_names
         self._names: dict[Instance, OrderedDict[int, None]] = {}
-        # The other way round, for whoever cannot ask all instances. The values are dictionaries for their order.
+        # The instances of each prefix, for whoever cannot ask all instances. Dictionaries keep their order.
         self._holders: dict[int, dict[Instance, None]] = {}
 
     def remember(self, instance: Instance, prefixes: Sequence[int]) -> None:
-        """A prompt with these prefixes, the shortest first, was computed or received there."""
+        """Note that a prompt with these prefixes, the shortest first, was computed or received there."""
         names = self._names.setdefault(instance, OrderedDict())
-        # The shortest last: a longer one is of no use when a shorter one is gone.
+        # The shortest comes last, to be forgotten last: a longer one is of no use without it.
         for name in reversed(prefixes):
             names[name] = None
             names.move_to_end(name)
@@ -37,11 +37,11 @@ class PrefixIndex:
         return next((i for i, name in enumerate(prefixes) if name not in names), len(prefixes))
 
     def holders(self, prefixes: Sequence[int]) -> Iterable[Instance]:
-        """Those that have seen the longest prefix that any has seen, in the order in which they first did."""
+        """The instances that have seen the longest prefix that any has seen, in the order in which they first did."""
         return next((self._holders[name] for name in reversed(prefixes) if name in self._holders), ())
 
     def forget(self, instance: Instance) -> None:
-        """It has left, or has been restarted: its cache is gone."""
+        """Forget an instance that has left, or has been restarted: its cache is gone."""
         for name in self._names.pop(instance, ()):
             self._drop(instance, name)
 

@@ -123,14 +123,14 @@ class RoutingQuery:
 
 @dataclass(frozen=True, slots=True)
 class UseInstance:
-    """This instance."""
+    """The decision to use this instance."""
 
     instance: Instance
 
 
 @dataclass(frozen=True, slots=True)
 class SkipPrefill:
-    """No prefill: the decode instance computes the prompt. `reason` is a stable label, `detail` words."""
+    """The decision that the decode instance computes the prompt. `reason` is a stable label, `detail` words."""
 
     reason: str
     detail: str = ""
@@ -138,7 +138,7 @@ class SkipPrefill:
 
 @dataclass(frozen=True, slots=True)
 class Overloaded:
-    """Nobody now: the client is told to come back after `retry_after_s`."""
+    """The decision that no instance takes it now: the client is told to come back after `retry_after_s`."""
 
     reason: str
     retry_after_s: int

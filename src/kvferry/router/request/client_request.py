@@ -39,7 +39,7 @@ Fields = Mapping[str, msgspec.Raw]
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
     """`raw` is the body as it came, `fields` its top level. `undivided_reason` is empty when the request can be
-    split into a prefill and a decode request, else the label of what stands against it. `streams`: as it is written."""
+    split into a prefill and a decode request, else the label of what forbids it. `streams`: it asks for a stream."""
 
     raw: bytes
     fields: Fields
@@ -53,7 +53,7 @@ class ClientRequest:
         return DIALECTS[self.endpoint]
 
     def given(self, name: str) -> bytes:
-        """A field as it came; empty where it is not, or is null."""
+        """A field as it came; empty if it is missing or null."""
         found = bytes(self.fields.get(name, b""))
         return b"" if found == b"null" else found
 
@@ -76,7 +76,7 @@ class Call:
 
 
 NULL = msgspec.Raw(b"null")
-# Of a value that cannot be used.
+# How much is shown of a value that cannot be used.
 MAX_SHOWN_BYTES = 64
 TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -89,7 +89,7 @@ REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
-# Fields of the router's own requests. From a client they would name places of the inside.
+# Fields of the router's own requests. From a client they could name internal hosts.
 FOR_ENGINES = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
@@ -130,7 +130,7 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
 
 
 def prefill_body(request: ClientRequest, is_early: bool = False) -> bytes:
-    """The body of the prefill request: one token, which asks to have the cache kept for another engine.
+    """The body of the prefill request: it asks for one token, and to have the cache kept for another engine.
 
     With `is_early` it is a stream, of which the first event refers to the cache that is going to be computed.
     """
@@ -155,11 +155,11 @@ def room_prefill_body(request: ClientRequest, room: bytes) -> bytes:
 
 
 def first_token_body(request: ClientRequest, room: bytes) -> bytes:
-    """The same for other engines: they are asked for the one token, which is drawn as the client wants it."""
+    """The same for engines other than SGLang's, which are asked for one token, drawn as the client wants it."""
     body = _before_first_token(request) | _for_one_token(request)
     least = decoded(request.fields.get("min_tokens", NULL), int)
     if least is not None:
-        # More than the one would be refused; with none, the first token may be one that ends the answer.
+        # More than one would be refused. With 0, the first token may be one that ends the answer.
         body["min_tokens"] = min(least, 1)
     return _with_fields(msgspec.json.encode(body), room)
 
@@ -170,7 +170,7 @@ def _before_first_token(request: ClientRequest) -> dict[str, Any]:
 
 
 def _for_one_token(request: ClientRequest) -> dict[str, Any]:
-    """The fields that ask for it, and for nothing to be kept."""
+    """The fields that ask for one token, and for the answer not to be kept."""
     first, *others = request.dialect.lengths
     names = (first, *(name for name in others if name in request.fields))
     return {**dict.fromkeys(names, 1), **request.dialect.unkept}
@@ -182,8 +182,8 @@ def room_decode_body(request: ClientRequest, room: bytes) -> bytes:
 
 
 def _renamed(request: ClientRequest, room: bytes) -> bytes:
-    """With another name than the client's, if it gives one: SGLang takes none that it may know since a try that failed.
-    Completions and chats have a field for that in every room."""
+    """The fields of `room`, with a new name in place of the client's, if it gives one: SGLang takes none that it may
+    know since a try that failed. Completions and chats have a field for that in every room."""
     if request.endpoint is not Endpoint.RESPONSES or "request_id" not in request.fields:
         return room
     name = hashlib.blake2b(room, digest_size=16).hexdigest()
@@ -191,7 +191,7 @@ def _renamed(request: ClientRequest, room: bytes) -> bytes:
 
 
 def _with_fields(raw: bytes, more: bytes) -> bytes:
-    """Both are JSON objects, and neither is empty."""
+    """Add the fields of `more` to `raw`. Both are JSON objects, and neither is empty."""
     return raw.rstrip(b" \t\r\n").removesuffix(b"}") + b"," + more.removeprefix(b"{")
 
 
@@ -225,7 +225,7 @@ def _value(fields: Fields, rule: Rule) -> Any:
 
 
 def _short(value: msgspec.Raw) -> str:
-    """As it was sent, since its sender looks for it."""
+    """The beginning of a value, as it was sent, since its sender looks for it."""
     sent = memoryview(value)
     rest = "\N{HORIZONTAL ELLIPSIS}" if len(sent) > MAX_SHOWN_BYTES else ""
     return bytes(sent[:MAX_SHOWN_BYTES]).decode("utf-8", "replace") + rest

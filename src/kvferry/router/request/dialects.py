@@ -19,7 +19,7 @@ PROMPTS = str | list[str | int | list[int]] | None
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A field, what decodes its value, and the words for the type that this must have."""
+    """A field, the decoder of its value, and the words for the type that it must have."""
 
     field: str
     decoder: msgspec.json.Decoder[Any]
@@ -52,7 +52,7 @@ class Dialect:
 
     @cached_property
     def decisive(self) -> tuple[Rule, ...]:
-        """Fields whose values can stand against a prefill request. Only these count: engines check the type."""
+        """Fields whose values can forbid a prefill request. Their types do not matter: engines check them."""
         return tuple(_rule(name, Any, "JSON") for name in DECISIVE[self.endpoint])
 
     @cached_property
@@ -62,7 +62,7 @@ class Dialect:
 
     @cached_property
     def dropped_before_first_token(self) -> frozenset[str]:
-        """What one leaves out whose token is the first of the answer."""
+        """The fields that a prefill request leaves out whose token is the first of the answer."""
         return dropped_before_first_token(self.endpoint)
 
 

@@ -38,7 +38,7 @@ SGLANG_OVERRIDES = frozenset(
         b"x-override-disagg-prefill-dp-rank",
     )
 )
-# The HTTP client writes its own to engines.
+# Headers of clients that engines do not get: the HTTP client writes its own.
 OWN_OF_REQUEST = (
     HOP_BY_HOP
     | SGLANG_OVERRIDES
@@ -94,7 +94,7 @@ def timeout_of(headers: Iterable[tuple[bytes, bytes]]) -> float:
 
 
 def decode_headers(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> Headers:
-    """What D gets of the caller's headers."""
+    """The headers of the caller that a decode instance gets."""
     kept = _without_hops(headers, OWN_OF_REQUEST)
     if not any(name == b"content-type" for name, _ in kept):
         kept.append((b"content-type", b"application/json"))
@@ -102,13 +102,13 @@ def decode_headers(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> H
 
 
 def prefill_headers(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> Headers:
-    """What P gets: the same, but its answer must be readable here."""
+    """The same for a prefill instance, whose answer must be readable here."""
     kept = [pair for pair in decode_headers(headers, request_id) if pair[0] != b"accept-encoding"]
     return [*kept, (b"accept-encoding", b"identity")]
 
 
 def response_headers(headers: Iterable[tuple[bytes, bytes]], own: dict[str, str]) -> Headers:
-    """What the client gets of an upstream's headers, and ours."""
+    """The headers of an upstream that the client gets, and the router's own."""
     ours = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in own.items()]
     theirs = [pair for pair in _without_hops(headers, OWN_OF_RESPONSE) if not _is_cross_origin(pair[0])]
     return [*theirs, *ours]
@@ -121,7 +121,7 @@ def with_length(headers: Headers, num_bytes: int) -> Headers:
 
 
 def _is_cross_origin(name: bytes) -> bool:
-    """Which pages may read an answer is for the router to say, not for the engine behind it."""
+    """Whether a header is one of CORS: the router says which pages may read an answer, not the engine behind it."""
     return name.startswith(b"access-control-")
 
 

@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 def decoded(body: bytes, kind: type[Value]) -> Value | None:
-    """None for what is no JSON, or no JSON of this kind."""
+    """The decoded body; None if it is not JSON, or not of this kind."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -15,22 +15,22 @@ from kvferry.router.policy.records import RequestCost
 from kvferry.router.request.client_request import ClientRequest
 
 BYTES_PER_TOKEN = 4
-# One name for every so many bytes of a prompt.
+# A prompt has one prefix, with a name, for every so many bytes.
 PREFIX_BYTES = 1024
 MAX_PREFIXES = 64
-# A longer answer than this is counted when it is asked for; most answers end by themselves before.
+# The length of an answer for which the client gives none: most answers end by themselves before.
 DEFAULT_NEW_TOKENS = 256
 # What an image, a sound or another file in a message counts, whatever it weighs: a URL that holds it, or a field that
 # does. Embeddings in place of a prompt as well.
 EMBEDDED = re.compile(rb'"data:[^"]{256,}"|"(?:data|[a-z]{1,16}_embeds)"\s*:\s*\[?\s*"[^"]{256,}"')
 TOKENS_OF_EMBEDDED = 1024
-# Claude Code sends another one with each request, and engines leave it out of the prompt.
+# A header that Claude Code changes with each request, and that engines leave out of the prompt.
 BILLING = re.compile(rb'"x-anthropic-billing-header(?:[^"\\]|\\.)*"')
 TOKEN_IDS = re.compile(rb"\s*\[\s*\[?\s*-?\d")
 
 
 def cost_of(request: ClientRequest) -> RequestCost:
-    """Never raises: the request has been checked."""
+    """The estimated cost of a request. Never raises: the request has been checked."""
     content, tools = _content(request), request.given("tools")
     model = _text(request, "model")
     num_prefixes = min(len(content) // PREFIX_BYTES, MAX_PREFIXES)

@@ -10,10 +10,10 @@ from kvferry.http.request_fields import fields_of
 from kvferry.router.policy.records import RequestCost
 from kvferry.router.request.client_request import ClientRequest
 
-# In a string of JSON the quotes would be escaped: this is a field.
+# It matches only a field: in a string of JSON the quotes would be escaped.
 PART_TYPE = re.compile(rb'"type"\s*:\s*"([a-z_]{1,32})"')
 DIGEST_BYTES = 16
-# Of a tool that is named, not the name: to be forced is what engines may not be able to do.
+# Cuts off the name of a forced tool: whichever it is, a forced call is what engines may not be able to do.
 MAX_CHOICE_BYTES = 32
 
 
@@ -26,8 +26,8 @@ class RequestKind:
 
 
 def kind_of(request: ClientRequest, cost: RequestCost) -> RequestKind:
-    """By the endpoint, the model or adapter, the fields, a forced tool call, the parts that messages are made of, and
-    the length of the prompt to a power of two: neither images that no engine can read nor prompts that take too long
+    """The kind of a request: its endpoint, model or adapter, fields, forced tool call, types of message parts, and the
+    length of the prompt to a power of two. So neither images that no engine can read nor prompts that take too long
     are a reason to do without prefill for others."""
     parts = sorted(set(PART_TYPE.findall(request.given(request.dialect.content.field))))
     choice = bytes(request.fields.get("tool_choice", b""))[:MAX_CHOICE_BYTES]

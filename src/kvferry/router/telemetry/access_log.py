@@ -54,7 +54,7 @@ class AccessLogEntry:
         logger.info("request %s: %s %d %s in %.3f s", self.request_id, *words, extra={"fields": fields})
 
     def attributes(self) -> dict[str, str | float]:
-        """For spans: OpenTelemetry's names where it has some."""
+        """The attributes of a span, with OpenTelemetry's names where it has some."""
         own: dict[str, str | float] = {
             "http.route": self.endpoint,
             "http.response.status_code": self.status,

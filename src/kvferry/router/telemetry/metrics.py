@@ -23,7 +23,7 @@ TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 5
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 INSTANCE = ("role", "instance")
 MAX_LABELS = 1024
-# Of samples, in one go: a millisecond or two of a core.
+# So many samples are written in one go, which takes a millisecond or two of a core. Then comes the pause.
 PIECE, PAUSE_S = 100, 0.002
 
 _Family = TypeVar("_Family", bound=MetricWrapperBase)
@@ -122,14 +122,14 @@ class Metrics:
             self._of(self._phases, name, *pair).observe(seconds)
 
     def observer_of_gaps(self, url: str) -> Callable[[float], None]:
-        """What takes the times between two tokens of an answer of this instance."""
+        """The function that takes the times between two tokens of an answer of this instance."""
         return self._of(self._inter_token, self._by_url.name(url)).observe
 
     def lost_cache(self, prefill_url: str, decode_url: str, reason: str) -> None:
         self._of(self._lost_caches, *self._by_url.names(prefill_url, decode_url), reason).inc()
 
     def instance_error(self, instance: Instance, reason: str) -> None:
-        """A request to it has failed, for this reason."""
+        """Count a failed request to an instance, with its reason."""
         self._of(self._errors, instance.role, self._by_url.name(instance.url), reason).inc()
 
     def show_failing(self, instance: Instance, failing: bool) -> None:
@@ -142,7 +142,7 @@ class Metrics:
         self._show(instance, (self._healthy, healthy), (self._ready, ready))
 
     def _show(self, instance: Instance, *values: tuple[Gauge, float]) -> None:
-        """Nothing of those that have no name: the value would be that of the last of them."""
+        """Set gauges of an instance that has series of its own. Shared ones would show the last instance's value."""
         if self._by_url.join(instance):
             for gauge, value in values:
                 gauge.labels(instance.role, instance.url).set(value)
@@ -152,7 +152,7 @@ class Metrics:
         return family.labels(*labels)
 
     def forget(self, instance: Instance) -> None:
-        """An instance has left: what was counted by its name goes with it, or memory would grow with every restart."""
+        """Forget the series of an instance that has left, or memory would grow with every restart."""
         for gauge in (self._in_flight, self._in_flight_tokens, self._healthy, self._ready, self._failing):
             _remove(gauge, (instance.role, instance.url))
         for family, labels in self._by_url.leave(instance):

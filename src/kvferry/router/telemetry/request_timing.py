@@ -37,7 +37,7 @@ def phases_of(queue_s: float, prefill_s: float, decode_s: float, told: Mapping[s
 
 
 def without_beginning(told: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """What is left of phases, one after the other, when they are looked at `seconds` after the first one began."""
+    """What is left of phases that follow one another, `seconds` after the first one began."""
     left = {}
     for name, lasted_s in told.items():
         left[name] = max(lasted_s - seconds, 0.0)
@@ -46,7 +46,7 @@ def without_beginning(told: Mapping[str, float], seconds: float) -> dict[str, fl
 
 
 class RequestTiming:
-    """All times are seconds of the loop's clock."""
+    """The times of one request, in seconds of the loop's clock."""
 
     def __init__(self, started_s: float) -> None:
         self._started_s = started_s
@@ -61,12 +61,12 @@ class RequestTiming:
 
     @property
     def decode_s(self) -> float:
-        """From the decode request's start to its first byte, or whole answer; 0 before that."""
+        """The time from the decode request's start to its first byte, or whole answer; 0 before that."""
         return self._took_s.get(Role.DECODE, 0.0)
 
     @property
     def handover_s(self) -> float:
-        """From the end of the prefill to the decode request's answer; 0 when one of the two is not known."""
+        """The time from the end of the prefill to the decode request's answer; 0 when one of the two is not known."""
         return 0.0 if self._is_computing else max(self.decode_s - self._overlap_s, 0.0)
 
     @property
@@ -97,11 +97,11 @@ class RequestTiming:
             self.told = told_phases(headers)
 
     def promised(self) -> None:
-        """The prefill request goes on beside the decode request."""
+        """Note that the prefill request goes on beside the decode request."""
         self._is_computing = True
 
     def prefilled(self, now: float) -> None:
-        """A promised prompt is computed."""
+        """Note that a promised prompt is computed."""
         if not self.decode_s and self._is_computing:
             self._is_computing = False
             self._overlap_s = max(now - self._began_s.get(Role.DECODE, now), 0.0)
@@ -109,7 +109,7 @@ class RequestTiming:
     def piece(
         self, piece: bytes, now: float, observe: Callable[[float], None], progress: Callable[[int], None]
     ) -> None:
-        """A part of an event stream has come: each frame is taken for a token.
+        """Take a part of an event stream that has come. Each frame is taken for a token.
 
         Frames that come together were written one after the other: each is given its share of the time.
         """

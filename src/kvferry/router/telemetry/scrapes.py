@@ -9,7 +9,7 @@ from kvferry.router.telemetry.metrics import Metrics
 
 
 class Scrapes:
-    """Belongs to the app's event loop. `prepare` sets what is only known when somebody asks."""
+    """Writes the metrics, in the app's event loop. `prepare` sets those that are only known when somebody asks."""
 
     def __init__(self, metrics: Metrics, prepare: Callable[[], None]) -> None:
         self._metrics = metrics
@@ -17,9 +17,9 @@ class Scrapes:
         self._writing: asyncio.Task[bytes] | None = None
 
     async def text(self) -> bytes:
-        """Whoever leaves before it is written takes nothing along."""
+        """The text of the metrics. A caller that leaves before it is written does not stop it for the others."""
         if self._writing is None or self._writing.done():
             self._prepare()
-            # Of thousands of instances that takes tenths of a second, in which no request could go on.
+            # For thousands of instances that takes tenths of a second, in which no request could go on.
             self._writing = asyncio.create_task(asyncio.to_thread(self._metrics.render))
         return await asyncio.shield(self._writing)

@@ -9,13 +9,12 @@ from prometheus_client.metrics import MetricWrapperBase
 from kvferry.router.policy.records import Instance
 
 OTHER = "other"
-"""In place of the names of instances that have no series of their own."""
+"""What stands in place of the names of instances that have no series of their own."""
 
 
 class SeriesByUrl:
-    """Which instances and pairs have series of their own: so many instances, and a quarter as many pairs. All that come
-    when there are so many share one: pairs grow with the square of the instances, and a collector pays for every
-    series.
+    """Which instances and pairs have series of their own: at most `max_instances`, and a quarter as many pairs. All
+    that come later share one: pairs grow with the square of the instances, and a collector pays for every series.
 
     Only an instance that joins is named. What is heard of one that has left is not counted by its name again.
     """
@@ -25,22 +24,22 @@ class SeriesByUrl:
         self._instances: set[Instance] = set()
         self._urls: Counter[str] = Counter()
         self._pairs: set[tuple[str, str]] = set()
-        # By each URL in their labels: to look for them among all would stop the router for a second.
+        # Series by each URL in their labels: to look for one URL among all would stop the router for a second.
         self._series: dict[str, set[tuple[MetricWrapperBase, tuple[str, ...]]]] = {}
 
     def join(self, instance: Instance) -> bool:
-        """Whether it has series of its own."""
+        """Give an instance series of its own, if there is room. Return whether it has them."""
         if instance not in self._instances and len(self._instances) < self._max_instances:
             self._instances.add(instance)
             self._urls[instance.url] += 1
         return instance in self._instances
 
     def name(self, url: str) -> str:
-        """What an instance is called."""
+        """The name of an instance in labels."""
         return url if url in self._urls else OTHER
 
     def names(self, prefill_url: str, decode_url: str) -> tuple[str, str]:
-        """What a pair is called; without a prefill URL, decode is alone."""
+        """The names of a pair in labels. Without a prefill URL, decode is alone."""
         pair = (prefill_url, decode_url)
         if pair not in self._pairs:
             is_known = (not prefill_url or prefill_url in self._urls) and decode_url in self._urls
@@ -50,7 +49,7 @@ class SeriesByUrl:
         return pair
 
     def note(self, family: MetricWrapperBase, labels: tuple[str, ...]) -> None:
-        """There is such a series."""
+        """Note that there is a series with these labels."""
         for url in labels:
             if url in self._urls:
                 self._series.setdefault(url, set()).add((family, labels))

@@ -20,7 +20,7 @@ class UpstreamTrace:
         """The answer is here, or its first byte; `phases` are the engine's seconds, in their order."""
 
     def ended(self, outcome: str) -> None:
-        """Nothing more comes of it. May be said again: the first time counts."""
+        """Take note that nothing more comes of it. May be called again: the first time counts."""
 
 
 class RequestTrace:

@@ -20,7 +20,7 @@ GONE = frozenset((REFUSED, UNREACHABLE, CONNECT_TIMEOUT))
 # What a system says of hosts that do not answer it. Where a host answers and nobody listens, it refuses.
 SILENT = frozenset((errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT))
 
-# What the system says when this process can have no more descriptors or ports: of no instance does that say anything.
+# What the system says when this process can have no more descriptors or ports, which is no instance's fault.
 OUT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
 
 # What a client is told. The error itself names hosts and ports of the inside, so it goes to the log.

@@ -22,7 +22,7 @@ from kvferry.system import keep_alive
 # Less than servers keep theirs (vLLM: 5 s): a connection that the engine closes in the moment of its next use looks
 # like a broken engine.
 KEEP_ALIVE_S = 2.0
-# Of one line, or one header, of an answer's head.
+# The limit for one line, or one header, of an answer's head.
 MAX_HEADER_BYTES = 1 << 16
 # aiohttp warns of longer bodies that are given as bytes, since it writes them in one go.
 LARGE_BODY_BYTES = 1 << 20
@@ -51,7 +51,7 @@ class WholeResponse:
 
 
 class HttpResponse:
-    """Raises only FAILURES; `close` it in the end. `is_over` says that the last piece of the body has been taken."""
+    """A response as it arrives: `close` it in the end. `is_over`: all of its body is taken. Raises only FAILURES."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
@@ -103,7 +103,7 @@ class HttpResponse:
         self._response.close()
 
     def _check_end(self) -> None:
-        """aiohttp takes any end of the connection for the end of a body that has no length: only one in order is."""
+        """Raise if a body without a length was cut off: aiohttp takes any end of the connection for its end."""
         if self._end_of_connection is None:
             return
         if self._is_closed or not self._end_of_connection.done():
@@ -115,7 +115,7 @@ class HttpClient:
     """Belongs to one event loop; `aclose` it in the end. It opens as many connections as there are requests."""
 
     def __init__(self, connect_timeout_s: float, api_key: str = "") -> None:
-        """With an `api_key` every request shows it, in place of whatever the caller of the router has shown."""
+        """Show `api_key`, if there is one, in every request, in place of what the caller of the router has shown."""
         self._authorization = (bearer(api_key),) if api_key else ()
         # `connect` covers everything up to an open connection: name, TCP, TLS.
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s)
@@ -127,7 +127,7 @@ class HttpClient:
     async def send(self, request: HttpRequest) -> HttpResponse:
         """Send a request and wait for the head of its response. Raises FAILURES. Cancelling it closes the connection.
 
-        A GET has a connection of its own: a probe is to find out whether there is one.
+        A GET has a connection of its own: a probe is to find out whether one can be opened.
         """
         session = self._single_use if request.method == "GET" else self._kept
         headers = request.headers
@@ -199,7 +199,7 @@ class HttpClient:
 
 
 class _Response(aiohttp.ClientResponse):
-    """What comes on an idle connection breaks it. aiohttp would take it for the answer to the next request."""
+    """A response that refuses a connection on which bytes came while idle: aiohttp would take them for an answer."""
 
     async def start(self, connection: Connection) -> aiohttp.ClientResponse:
         if connection.protocol is None or connection.protocol.should_close:
@@ -208,7 +208,7 @@ class _Response(aiohttp.ClientResponse):
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """As many connections are silent for minutes, each notices by itself when the other host is gone."""
+    """A socket that notices by itself when the other host is gone, since many connections are silent for minutes."""
     found = socket.socket(*address[:3])
     keep_alive(found)
     return found
@@ -221,7 +221,7 @@ def _payload(body: bytes) -> bytes | io.BytesIO | None:
 
 
 def _text(value: bytes) -> str:
-    """aiohttp writes headers in UTF-8."""
+    """A part of a header as text for aiohttp, which writes headers in UTF-8."""
     return value.decode("utf-8", "replace")
 
 

@@ -24,7 +24,7 @@ from kvferry.wire.messages import Landed, Party, Reason, Renewed, Valid
 
 
 class CompletedReads:
-    """Those of one rank's leases. A lease is done when all its readers have their bytes."""
+    """Confirms the completed reads of one rank's leases. A lease is done when all its readers have their bytes."""
 
     def __init__(self, leases: LeaseTable, extractor: Extractor) -> None:
         self._leases = leases
@@ -35,8 +35,8 @@ class CompletedReads:
     def started(self, lease: Lease, party: Party) -> None:
         """Bytes are in flight to a reader: `prepare` will make the digest of them.
 
-        Only once everything is computed, because until then the blocks change; and only for samples, because a full
-        digest is as much work as the transfer, and digests that readers have asked for go first.
+        It makes one only once everything is computed, because until then the blocks change; and only for samples,
+        because a full digest is as much work as the transfer, and digests that readers have asked for go first.
         """
         granted = lease.claims[party]
         key = ClaimKey(lease.request.lease_id, party, granted.claim_id)

@@ -126,7 +126,7 @@ class Lease:
 
     def serves(self, party: Party) -> bool:
         """Whether this reader may count on the lease: it keeps it alive, or needs it no more. Before any claim, whoever
-        knows its id may: that is drawn at random, as is the room that it is made of in a room."""
+        knows its id may: the id, or the room that it is made from, is drawn at random."""
         return party in self.completed or (self.live and (not self.claims or party in self.claims))
 
     def claim(self, claim: Claim) -> None:
@@ -136,11 +136,11 @@ class Lease:
         self.claims.setdefault(claim.party, Granted(claim.claim_id, claim.direction, claim.subject, claim.num_tokens))
 
     def first_token_for(self, party: Party) -> FirstToken | None:
-        """For a reader of all tokens. Another token follows fewer of them, which their reader computes itself."""
+        """The token that follows the whole prompt. None for a reader of fewer tokens, which computes its own."""
         return self.first_token if self.claims[party].num_tokens == self.request.num_tokens else None
 
     def complete(self, party: Party, digests: tuple[bytes, ...]) -> None:
-        """A reader has its bytes, and is told so with these."""
+        """Note that a reader has its bytes, and the digests that it is told."""
         self.completed[party] = digests
         self.claims[party] = replace(self.claims[party], subject=NOTHING)
 

@@ -21,8 +21,8 @@ from kvferry.wire.messages import Claim, Party, Reason
 
 
 class LeaseTable:
-    """By id, including those that have ended and are kept for late messages; and by request until its blocks are
-    free."""
+    """All leases by id, including those that have ended and are kept for late messages; and by request until its blocks
+    are free."""
 
     def __init__(self, writes: Writes, timing: Timing) -> None:
         self._writes = writes
@@ -39,7 +39,7 @@ class LeaseTable:
         return iter(tuple(self._by_id.values()))
 
     def get(self, lease_id: str) -> Lease | None:
-        """None for a lease that is unknown, or forgotten."""
+        """The lease with this id. None if it is unknown or forgotten."""
         return self._by_id.get(lease_id)
 
     def of_request(self, request_id: str) -> Lease | None:
@@ -65,7 +65,7 @@ class LeaseTable:
         return {key.party for lease in self._by_request.values() for key in lease.writes if lease.is_writing}
 
     def moved(self, target: Remote, now: float) -> None:
-        """Bytes of writes to a target move: it is told so when it asks. Not for ever: they may be another write's."""
+        """Note that bytes move to a target, to tell it when it asks. Not for ever: they may be another write's."""
         for lease in self._by_request.values():
             for key, write in lease.writes.items():
                 if key.party == target and isinstance(write, DirectWrite):
@@ -73,7 +73,7 @@ class LeaseTable:
                     write.has_progressed |= now - write.moving_since < self._timing.hold_s
 
     def next_deadline(self) -> float:
-        """When the next one ends, or is forgotten; infinity when there is none."""
+        """When the next lease ends, or is forgotten; infinity when there is none."""
         while self._deadlines:
             deadline, lease_id = self._deadlines[0]
             lease = self._by_id.get(lease_id)
@@ -86,7 +86,7 @@ class LeaseTable:
         return inf
 
     def open(self, request: LeaseRequest, now: float) -> None:
-        """Nobody has claimed it yet."""
+        """Add a lease that nobody has claimed yet."""
         lease = Lease.opened(request, now)
         self.renew(lease, now)
         self._by_id[request.lease_id] = self._by_request[request.request_id] = lease
@@ -99,15 +99,15 @@ class LeaseTable:
         self._claimed[lease.request.lease_id] = lease
 
     def renew(self, lease: Lease, now: float) -> None:
-        """It lasts `lease_s` from now on. While it grows it lasts longer: its prompt may wait for its turn, or a step
-        may take, for more than a lease."""
+        """Make a lease last `lease_s` from now on. While it grows it lasts longer: its prompt may wait for its turn, or
+        a step may take, longer than a lease lasts."""
         before, timing = lease.deadline, self._timing
         lease.deadline = now + (timing.lease_s if lease.is_computed else timing.stalled_s)
         if lease.deadline < before:
             self._note_deadline(lease)
 
     def expire(self, now: float) -> list[Command]:
-        """End those whose time is over, and forget those that ended long ago."""
+        """End the leases whose time is over, and forget those that ended long ago."""
         commands: list[Command] = []
         due: dict[str, Lease] = {}
         while self.next_deadline() <= now:
@@ -150,5 +150,5 @@ class LeaseTable:
         return [freed, *([Count("leases_expired", Reason.EXPIRED)] if lease.ended_as == Reason.EXPIRED else [])]
 
     def _note_deadline(self, lease: Lease) -> None:
-        """It is new, or may be sooner than it was."""
+        """Note the deadline of a lease that is new, or that may end sooner than before."""
         heappush(self._deadlines, (lease.deadline, lease.request.lease_id))

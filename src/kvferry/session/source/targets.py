@@ -42,22 +42,22 @@ class _Target:
 
 
 class Targets:
-    """By party. `layouts` are those of all ranks of the source's engine."""
+    """The known targets by party. `layouts` are those of all ranks of the source's engine."""
 
     def __init__(self, layouts: tuple[Layout, ...], rank: int, timing: Timing) -> None:
         self._layouts = layouts
         self._rank = rank
         self._timing = timing
         self._known: dict[Party, _Target] = {}
-        # Nobody has been idle for long enough before this: whoever is heard of is idle later.
+        # No target has been idle for long enough before this: one that is heard of is idle later.
         self._first_s = inf
 
     def __len__(self) -> int:
         return len(self._known)
 
     def offered(self, peer: str, offer: TargetOffer, busy: Collection[Party], now: float) -> list[Command]:
-        """Connect to a target that wants to be written to; say so again when it is repeated. Raises TransferError for
-        an offer that makes no sense, or where there are too many."""
+        """Connect to a target that wants to be written to; repeat the answer to a repeated offer. Raises TransferError
+        for an offer that makes no sense, or when there are too many targets."""
         if known := self._known.get(offer.party):
             # Whether we may attach its staging memory is decided anew in each handshake.
             if structs.replace(known.offer, staging=offer.staging) != offer:
@@ -77,7 +77,7 @@ class Targets:
         return [*replaced, Connect(offer.party, offer)]
 
     def settled(self, event: PeerConnected | PeerUnreachable) -> list[Command]:
-        """What came of connecting."""
+        """Tell a target whether a transport reaches it, and forget it if none does."""
         known = self._known.get(event.peer) if isinstance(event.peer, Party) else None
         if known is None or known.reached:
             return []
@@ -88,7 +88,7 @@ class Targets:
         return [self._forget(known.offer.party), *refuse(known.peer, error)]
 
     def heard(self, party: Party, now: float) -> None:
-        """A target is there."""
+        """Note that a target is alive."""
         if known := self._known.get(party):
             known.last_heard = now
 
@@ -115,7 +115,7 @@ class Targets:
         known = self._known.get(claim.party)
         if known is None or not known.reached:
             raise TransferError(Reason.UNREACHABLE, "the target has not been reached", found=str(claim.party))
-        # Before anything is cut into stretches, of which there would be millions.
+        # Wrong ranges could be cut into millions of stretches, so they are checked first.
         check_ranges(claim.ranges)
         last = max((tokens.last for tokens in claim.ranges), default=0)
         if last != claim.num_tokens:
@@ -128,7 +128,7 @@ class Targets:
         return known.programs[0]
 
     def expire(self, busy: Collection[Party], now: float) -> list[Command]:
-        """Forget those that have said nothing for long and that nothing is written to."""
+        """Forget targets that have said nothing for long and that nothing is written to."""
         if now < self._first_s:
             return []
         idle = [party for party, known in self._known.items() if self._ends(known) <= now]
@@ -139,7 +139,7 @@ class Targets:
         return commands
 
     def next_deadline(self) -> float:
-        """When the next one has been idle for long enough, or sooner; infinity when there is none."""
+        """When the next target has been idle for long enough, or sooner; infinity when there is none."""
         return self._first_s if self._known else inf
 
     def _program(self, offer: TargetOffer) -> Program:
@@ -162,5 +162,5 @@ class Targets:
 
 
 def _is_met_anew(known: Party, party: Party) -> bool:
-    """Itself, or another start of the same engine: what was known need not be kept mapped."""
+    """Whether a known target is the same rank, maybe of another start: its memory need not be kept mapped then."""
     return (known.engine_id, known.rank) == (party.engine_id, party.rank)

@@ -18,7 +18,7 @@ from kvferry.session.source.targets import Targets
 from kvferry.wire.messages import Aborted, Claim, Grant, Pack, Reason, Refusal
 
 STRETCH_BYTES = 4 << 20
-"""Of a prompt that is still computed, so much is written at a time."""
+"""So much of a prompt that is still being computed is written at a time."""
 
 
 class Writes:

@@ -2,8 +2,8 @@
 
 A source counts as lost when it has been silent for `Timing.silence_s` while a read needs it, and at once when nobody
 listens at its address any more. One from which nothing has been fetched for `idle_peer_s` is forgotten. Heartbeats keep
-leases alive that we use or are going to use, also those of requests that wait in our engine's queue. They are as long
-as frames of the network while a read makes no progress: where only short messages arrive, the source is silent then.
+leases alive that we use or are going to use, also those of requests that wait in our engine's queue. While a read makes
+no progress they are as long as frames of the network: a source that only short messages reach is silent then.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvferry.session.target.reads.fetch import LEASED, Fetch, is_needed, needed_
 from kvferry.session.timing import Timing
 from kvferry.wire.messages import MAX_PADDING_BYTES, Party, Reason, Reference, Renew
 
-# A source that is lost is met again for leases of waiting requests, each time after so many heartbeats.
+# A lost source is met again for leases of waiting requests, each time after so many heartbeats.
 LOST_HEARTBEATS = 5
 MAY_COME_BACK = (Reason.PEER_LOST, Reason.DEADLINE)
-# Each is answered: after two of them without an answer it is checked whether the source's process has ended.
+# Each heartbeat is answered: after two without an answer it is checked whether the source's process has ended.
 QUIET_HEARTBEATS = 2
 PADDING = bytes(MAX_PADDING_BYTES)
 
 
 class Liveness:
-    """Of the sources that one rank has met. `queued` has the leases of waiting requests by reference, since two sources
-    may give the same id to a lease, and until when each is renewed: a lost request must not keep blocks for ever."""
+    """Watches the sources that a rank has met. `queued` has the leases of waiting requests by reference, since two
+    sources may give the same id to a lease, and when its renewal ends: a lost request must not keep blocks for ever."""
 
     def __init__(self, ours: Party, peers: Handshakes, fetches: Mapping[str, Fetch], timing: Timing) -> None:
         self._ours = ours
@@ -41,7 +41,7 @@ class Liveness:
         # Before this nobody has been idle for long enough.
         self.next_idle_s = 0.0
         self.queued: dict[Reference, tuple[HoldRequest, float]] = {}
-        # Until when the sources are left alone that were lost.
+        # Until when each lost source is left alone.
         self._lost: dict[PeerKey, float] = {}
 
     def hold(self, request: HoldRequest, now: float) -> None:
@@ -49,11 +49,11 @@ class Liveness:
         self.queued.setdefault(request.reference, (request, now + self._timing.hold_s))
 
     def fetched(self, reference: Reference) -> None:
-        """From now on its fetch renews a lease, or nobody does. Unknown references are ignored."""
+        """Stop renewing a queued lease: from now on its fetch does, or nobody. Unknown references are ignored."""
         self.queued.pop(reference, None)
 
     def watch(self, now: float) -> Iterator[Step]:
-        """Repeat what is not answered, and give up peers that stay silent. Of those that have nothing to answer none is
+        """Repeat what is not answered, and give up peers that stay silent. Peers that have nothing to answer are not
         looked at before one of them may have been idle for long enough."""
         for peer in self._peers.meeting:
             yield from self._peers.repeat(peer, now)
@@ -83,7 +83,7 @@ class Liveness:
         self.next_idle_s = first_s if first_s > now else now + self._timing.heartbeat_s
 
     def lost(self, peer: PeerLost, now: float) -> None:
-        """It may have paused, and still keep what waiting requests are going to read."""
+        """Note a lost source, to meet it again: it may have paused, and still keep what waiting requests need."""
         if peer.error.reason in MAY_COME_BACK:
             self._leave_alone(peer.peer, now)
 
@@ -142,7 +142,7 @@ class Liveness:
             yield Send(key, Renew(self._ours, tuple(lease_ids), PADDING if key in stalled else b""))
 
     def _stalled(self, now: float) -> set[PeerKey]:
-        """Whose bytes are waited for and have not come for a while."""
+        """The peers whose bytes are awaited and have not come for a while."""
         reads = (item for fetch in self._fetches.values() for item in fetch.reads.items())
         return {key for key, read in reads if read.is_stalled(now, self._timing.heartbeat_s)}
 

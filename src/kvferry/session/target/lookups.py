@@ -24,7 +24,7 @@ class _Lookup:
 
 
 class Lookups:
-    """Those that are under way. Each is asked again until it is answered or has taken as long as a handshake may."""
+    """The lookups that are under way. Each is repeated until it is answered or has taken as long as a handshake may."""
 
     def __init__(self, ours: TargetIdentity, timing: Timing) -> None:
         self._ours = ours
@@ -35,11 +35,11 @@ class Lookups:
         return bool(self._open)
 
     def begin(self, event: LocateRequest, now: float) -> Iterator[Command]:
-        """Ask, unless that is under way."""
+        """Ask whose address it is, unless that lookup is under way."""
         yield from self._begin(event.address, event, now + self._timing.handshake_s, now)
 
     def answered(self, key: PeerKey, message: Message, now: float) -> Iterator[Command]:
-        """Somebody has said who it is, or why that is no use."""
+        """Handle an answer: the engine says who it is, or why it refuses."""
         if key not in self._open:
             return
         match message:
@@ -57,7 +57,7 @@ class Lookups:
                 yield from self._fail(key, TransferError(reason, what, found=found, expected=expected))
 
     def failed(self, key: PeerKey, error: TransferError, now: float, grace_s: float = 0.0) -> Iterator[Command]:
-        """Nobody is there who would answer, not even after so many seconds. An address that nobody asks for is fine."""
+        """Fail a lookup that nobody can answer, if it began `grace_s` ago. An address that nobody asks for is fine."""
         if key in self._open and now >= self._open[key].began + grace_s:
             yield from self._fail(key, error)
 
@@ -83,13 +83,13 @@ class Lookups:
         yield self._ask(key)
 
     def _found(self, key: PeerKey, welcome: Welcome, now: float) -> Iterator[Command]:
-        """Who is there is who was meant, or tells where that one is."""
+        """Report the engine that has answered, or ask at the address of the one that is meant."""
         lookup, size = self._open.pop(key), welcome.data_parallel_size
         engine = RemoteEngine(welcome.party.engine_id, welcome.party.epoch, welcome.addresses or (key.address,))
         yield Disconnect(key)
         for event in lookup.asked:
             number = event.number % size
-            # Whoever was sent here by number 0 means the one that is here.
+            # A lookup that began at another address was sent here by number 0, and means the engine that is here.
             if number == 0 or key.address != event.address:
                 yield Located(event.address, engine, event.number, size)
             elif (address := _above(key.address, number)) is None:

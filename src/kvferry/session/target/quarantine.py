@@ -30,8 +30,8 @@ from kvferry.wire.messages import Abort, Aborted, Party
 
 @dataclass(slots=True)
 class _PendingAbort:
-    """With `is_exposed` the source may still write. `fence_s` is how long the blocks still have to wait, counted from
-    `fenced_at`; it is infinite until the source has acknowledged or its process has ended."""
+    """An abort that a source was sent. With `is_exposed` it may still write. `fence_s` is how long blocks still have to
+    wait, from `fenced_at` on; it is infinite until the source has acknowledged or its process has ended."""
 
     abort: Abort
     first_sent: float
@@ -85,7 +85,7 @@ class PendingAborts:
                 pending.fence(self._timing.fence_s, now)
 
     def take_finished(self, now: float) -> list[tuple[ReadKey, bool]]:
-        """Forget those that are over, and return them, each with whether its source may have written.
+        """Forget the aborts that are over, and return them, each with whether its source may have written.
 
         Only time in which this process runs is counted: its own buffers empty only then.
         """
@@ -147,7 +147,7 @@ class Quarantine:
         yield from self.free_when_drained(fetch)
 
     def drained(self, work: ReadKey | ClaimKey) -> Iterator[c.Command]:
-        """A failed read through staging memory is over when all its slots are; another one when its ticket is."""
+        """End a failed staged read when none of its slots is open. Another read ends with its ticket."""
         fetch = self._fetches.get(work.claim_id) if isinstance(work, ReadKey) else None
         if fetch is not None and isinstance(work, ReadKey) and fetch.failed and work.peer in fetch.reads:
             read = fetch.reads[work.peer]
@@ -174,6 +174,6 @@ class Quarantine:
                     yield from pipeline.fenced()
                 yield from self.drained(key)
                 yield from self.free_when_drained(fetch)
-            # Its abort was repeated to a peer that was lost, also where the read is over by what came late.
+            # A lost peer is disconnected once no abort to it is open, also where a late message has ended the read.
             if was_exposed and key.peer not in self._peers and not self._aborts.awaits(key.peer):
                 yield c.Disconnect(key.peer)

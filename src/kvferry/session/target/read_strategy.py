@@ -1,7 +1,7 @@
 """How a read's bytes move: directly into their blocks or through staging memory, and who moves them.
 
-The cheapest of the strategies that are allowed. What moving costs to a peer comes from its self-test
-(`kvferry.agent.transports.costs`); `kvferry.plan.strategy.cost_model` makes of it a price for each strategy.
+It is the cheapest of the strategies that are allowed. The costs of a peer come from its self-test
+(`kvferry.agent.transports.costs`); `kvferry.plan.strategy.cost_model` makes a price for each strategy of them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class StagingPolicy:
         )
 
     def packing_only(self, source: str) -> TransferMode:
-        """For a source whose blocks no transport reaches. Raises TransferError when that is not allowed."""
+        """The mode for a source whose blocks no transport reaches. Raises TransferError when packing is not allowed."""
         if Strategy.PACK not in self.allowed:
             raise TransferError(
                 Reason.INCOMPATIBLE,
@@ -114,8 +114,8 @@ class StagingPolicy:
         return self._cheapest(counts_of(copies, starts.source), costs, allowed).strategy
 
     def when_cut(self, copies: Copies, costs: Costs, slots: Sequence[Slot]) -> Strategy:
-        """The same once more, with the slots of a stretch: what is contiguous at the source is read piece by piece
-        where it belongs to different stretches, as blocks in any order do."""
+        """DIRECT or SCATTER, now that the slots of a stretch are known: what is contiguous at the source is read piece
+        by piece where it belongs to different stretches, as blocks in any order do."""
         num_bytes, num_rows = sum(slot.num_bytes for slot in slots), sum(len(slot.wire) for slot in slots)
         if len(self._without_pack) == 1 or not num_bytes:
             return Strategy.SCATTER
@@ -133,9 +133,9 @@ class StagingPolicy:
 
 @lru_cache(maxsize=256)
 def beside(costs: Costs, fans: tuple[float, float], direction: Direction, may_share: bool) -> Costs:
-    """What a source costs with others beside it: `fans` are its fan_in and its fan_out. This rank posts all that it
-    reads, from every source; of what is written each source posts its own. With `may_share` a source that is read may
-    write a share."""
+    """What a source costs with others beside it: `fans` are its fan_in and its fan_out. This rank posts the rows that
+    it reads, from every source. Rows that are written are posted by each source for itself. With `may_share` a source
+    that is read may write a share."""
     fan_in, fan_out = fans
     costs = replace(costs, fan_in=fan_in, fan_out=fan_out)
     if direction is Direction.WRITE:

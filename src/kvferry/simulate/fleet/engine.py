@@ -1,7 +1,7 @@
 """An engine: prompts that are computed in chunks, answers that are written in a batch.
 
-Steps that are alike are one event, whatever their number: as long as nobody comes or ends, a step is like the one
-before it. Who comes in the middle of a step waits for its end. That changes nothing of what a step computes and takes.
+Steps that are alike are one event, whatever their number: as long as no work comes or ends, a step is like the one
+before it. Work that comes amid a step waits for its end. That changes nothing of what a step computes and takes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Steps:
 
 
 class Engine:
-    """Belongs to one environment. `slow_s`: a longer step is counted as slow to each answer in it. `position` is where
-    it stands among those of its role, from 0 to 1."""
+    """Belongs to one environment. A step longer than `slow_s` counts as slow for each answer in it. `position` is where
+    the engine stands among those of its role, from 0 to 1."""
 
     def __init__(self, env: simpy.Environment, instance: Instance, costs: EngineCosts, slow_s: float) -> None:
         self.instance, self.position, self.rack = instance, 0.0, 0
@@ -46,7 +46,7 @@ class Engine:
         self._answers: list[tuple[int, int, Work]] = []
         self.serials = itertools.count()
         self._num_steps = self._context_tokens = self._num_kept = 0
-        # Whose first token the next step writes.
+        # Work whose first token the next step writes.
         self._joined: list[Work] = []
         self._steps: Steps | None = None
         self._event: simpy.Event | None = None
@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def used_share(self) -> float:
-        """Of the places for answers, or of the cache's tokens, whichever is scarcer."""
+        """The used share of the places for answers, or of the cache's tokens, whichever is scarcer."""
         return max(len(self._answers) / self._costs.max_answers, self._context_tokens / self._costs.cache_tokens)
 
     def num_cached(self, prefixes: Sequence[int]) -> int:
@@ -84,23 +84,23 @@ class Engine:
         self._cached.remember(self.instance, prefixes)
 
     def begin(self, work: Work) -> None:
-        """Only while it serves."""
+        """Take in work. Called only while the engine serves."""
         if work.left:
             self._prompts.append(work)
-            # A step with prompts in it is full of those that were there before.
+            # A step that computes prompts is full of those that came before.
             self._resume(not self._steps or not self._steps.parts)
         else:
             self._waiting.append(work)
             self._resume(True)
 
     def idle(self) -> simpy.Event:
-        """When it has nothing to do, and keeps nothing for others."""
+        """The event that the engine has nothing to do, and keeps nothing for others."""
         self._idle = idle = self._env.event()
         self._tell_idle()
         return idle
 
     def stop(self, state: EngineState) -> list[Work]:
-        """Its process ends, and with it what it was doing, which is returned; nobody is told. Its cache is gone."""
+        """End its process. Return the work that is lost with it, of which nobody is told. Its cache is gone."""
         self._finish(self._whole_steps(), math.inf)
         lost = [*self._prompts, *self._waiting, *(work for _, _, work in self._answers)]
         for works in (self._prompts, self._waiting, self._answers, self._joined):
@@ -112,21 +112,21 @@ class Engine:
         return lost
 
     def start(self) -> None:
-        """It is another process than before. A host that says nothing starts nothing."""
+        """Start a new process if the engine is stopped. A host that says nothing starts nothing."""
         if self.state is EngineState.STOPPED:
             self.state, self.epoch = EngineState.READY, self.epoch + 1
 
     def keep(self) -> None:
-        """A computed cache, for somebody who will fetch it."""
+        """Keep a computed cache for somebody who will fetch it."""
         self._num_kept += 1
 
     def let_go(self) -> None:
-        """It has been fetched, or nobody wants it any more."""
+        """Let go of a kept cache: it has been fetched, or nobody wants it any more."""
         self._num_kept -= 1
         self._tell_idle()
 
     def _resume(self, changes_steps: bool) -> None:
-        """Begin, or end the steps at the end of the one that runs."""
+        """Begin steps if none run. If `changes_steps`, those that run end with the current one."""
         if self._steps is None:
             self._begin_steps()
         elif changes_steps and self._whole_steps() + 1 < self._steps.number:
@@ -161,7 +161,7 @@ class Engine:
         self._schedule(number)
 
     def _parts(self, room: int) -> tuple[tuple[tuple[Work, int], ...], int]:
-        """Of which prompts a step computes how much, and how many steps compute the same."""
+        """How much of which prompts a step computes, and how many steps compute the same."""
         if not self._prompts:
             return (), 1 << 62
         head = self._prompts[0]
@@ -195,7 +195,7 @@ class Engine:
             self._begin_steps()
 
     def _finish(self, number: int, slow_s: float) -> None:
-        """So many of the steps are over."""
+        """Take this number of the steps as over. A step longer than `slow_s` counts as slow."""
         if self._steps is None or not number:
             return
         steps = self._steps

@@ -19,7 +19,7 @@ Process = Generator[simpy.Event, Any, None]
 
 
 class Hardware:
-    """Belongs to one environment. `ended` says when the incidents were over that have no time for that."""
+    """Belongs to one environment. `ended` says when those incidents were over that have no end of their own."""
 
     def __init__(self, env: simpy.Environment, setting: Setting) -> None:
         self.engines = {engine.instance: engine for engine in _engines(env, setting)}
@@ -52,7 +52,7 @@ class Hardware:
         lost = [work for engine in self.racks[incident.rack] for work in engine.stop(EngineState.SILENT)]
         if incident.ends_s < math.inf:
             yield self._env.timeout(incident.ends_s - incident.begins_s)
-            # Hosts that are back say that nobody listens, until their engines have started.
+            # Hosts that are back refuse connections until their engines have started.
             for engine in self.racks[incident.rack]:
                 engine.state = EngineState.STOPPED
             for work in lost:

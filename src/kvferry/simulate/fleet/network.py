@@ -1,4 +1,4 @@
-"""How caches get from engine to engine: the price of a transfer alone, and links on which transfers wait for another.
+"""How caches get from engine to engine: the price of a transfer alone, and links on which transfers wait for others.
 
 A link is a queue: it carries one transfer after the other. A transfer is over when all its links have carried it, each
 of which may begin at once: the two engines' own links, and, between racks, the uplinks of both.
@@ -14,7 +14,7 @@ from kvferry.plan.strategy.calibration import typical_device
 from kvferry.plan.strategy.cost_model import Counts, choose
 from kvferry.simulate.costs import CacheSize
 
-# What sums of bytes are off by.
+# Less time than this is none: sums of bytes are off by as much.
 NOTHING_S = 1e-9
 
 
@@ -26,7 +26,7 @@ class Link:
         self.num_bytes = 0
         self._busy_s = 0.0
         self._env, self._full_bytes_per_s, self._bytes_per_s = env, bytes_per_s, bytes_per_s
-        # At `_since_s`, all up to `_carried` had been carried.
+        # At `_since_s`, all bytes up to the place `_carried` had been carried.
         self._since_s = self._carried = 0.0
 
     @property
@@ -36,18 +36,18 @@ class Link:
         return self._busy_s
 
     def enqueue(self, num_bytes: int) -> float:
-        """The place of the last byte."""
+        """Put bytes into the queue. Return the place of the last one."""
         self._advance()
         self.num_bytes += num_bytes
         return self.num_bytes
 
     def left_s(self, place: float) -> float:
-        """Until the byte of that place is carried, at the rate of now."""
+        """The time until the byte at this place is carried, at the current rate."""
         self._advance()
         return max(place - self._carried, 0.0) / self._bytes_per_s
 
     def set_share(self, share: float) -> None:
-        """From now on it has this part of its rate."""
+        """Set the rate from now on to this share of the full one."""
         self._advance()
         self._bytes_per_s = self._full_bytes_per_s * share
         changed, self.changed = self.changed, self._env.event()
@@ -62,7 +62,7 @@ class Link:
 
 
 class Network:
-    """The links of engines, by number, and of racks. `uplink_bytes_per_s` is for each direction of a rack's uplink."""
+    """The links of engines and of racks. `uplinks` are the bytes/s of each rack's uplink, in either direction."""
 
     def __init__(
         self, env: simpy.Environment, cache: CacheSize, link_bytes_per_s: float, uplinks: Sequence[float]
@@ -75,23 +75,23 @@ class Network:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Those of engines that have moved something."""
+        """The links of engines that have moved something."""
         return tuple(self._links.values())
 
     def link_of(self, owner: object) -> Link:
-        """An engine's own."""
+        """The own link of an engine."""
         if owner not in self._links:
             self._links[owner] = Link(self._env, self._link_bytes_per_s)
         return self._links[owner]
 
     def overhead_s(self, num_tokens: int) -> float:
-        """What the price model has for a transfer alone, apart from its bytes on the wire."""
+        """The time that the price model adds to that of the bytes on the wire, for a transfer alone."""
         num_bytes, num_rows = self._cache.num_bytes(num_tokens), self._cache.num_rows(num_tokens)
         priced = choose(Counts(num_bytes, num_rows, num_rows), self._costs)
         return max(priced.predicted_s - num_bytes / self._link_bytes_per_s, 0.0)
 
     def move(self, source: tuple[object, int], target: tuple[object, int], num_tokens: int) -> simpy.Event:
-        """The end of a transfer from an engine in a rack to another one: whether anything moved."""
+        """Move a cache from an engine in a rack to another one. Return the event of its end."""
         if num_tokens <= 0:
             return self._env.timeout(0.0)
         links = [self.link_of(source[0]), self.link_of(target[0])]
@@ -105,7 +105,7 @@ class Network:
 
 
 class _Transfer:
-    """Looks again whenever it should be carried, or an uplink of its has become faster or slower."""
+    """A transfer. It looks again when it should have been carried, and when one of its uplinks changes its rate."""
 
     def __init__(
         self, env: simpy.Environment, places: Sequence[tuple[Link, float]], overhead_s: float, done: simpy.Event
@@ -115,7 +115,7 @@ class _Transfer:
         self._watch(None)
 
     def _watch(self, _: simpy.Event | None) -> None:
-        """Whose rate may change in the middle."""
+        """Wait for the next change of an uplink's rate, and look how much is left."""
         for link, _place in self._places[2:]:
             link.changed.callbacks.append(self._changed)
         self._look(None)

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class EngineState(StrEnum):
-    """What who asks it hears: READY and DRAINING serve, STOPPED refuses connections, SILENT says nothing at all."""
+    """How an engine reacts: READY and DRAINING serve, STOPPED refuses connections, SILENT says nothing at all."""
 
     READY = "ready"
     DRAINING = "draining"
@@ -18,7 +18,7 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Watcher:
-    """Who is told of work: its first token, that the last one is there, that it is lost, and tokens meanwhile."""
+    """The functions that are told of work: its first token, its end, its loss, and the number of tokens meanwhile."""
 
     first: Callable[[], None]
     ended: Callable[[], None]

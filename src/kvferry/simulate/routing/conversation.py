@@ -32,12 +32,12 @@ REQUEST = parse_request(b'{"model": "simulated", "prompt": "simulated", "stream"
 
 @cache
 def _kind(num_bits: int) -> RequestKind:
-    """Of prompts alike but for their length, which counts to a power of two."""
+    """The kind of a request. Only the lengths of prompts differ here, and count to a power of two."""
     return kind_of(REQUEST, RequestCost(prompt_tokens=(1 << num_bits) - 1))
 
 
 class Conversation:
-    """Belongs to one environment. `outcome` is what became of it."""
+    """One request. Belongs to one environment."""
 
     def __init__(self, env: simpy.Environment, setting: Setting, hardware: Hardware, membership: Membership) -> None:
         self._env, self._setting, self._hardware, self._membership = env, setting, hardware, membership
@@ -45,7 +45,7 @@ class Conversation:
         self._asked_s, self._is_computed = 0.0, False
 
     def run(self, arrival: Arrival, outcome: Outcome) -> Process:
-        """From its arrival to its end."""
+        """Serve a request from its arrival to its end, and record in `outcome` what became of it."""
         self._arrival, self._outcome = arrival, outcome
         self._flow = Flow(REQUEST, self._setting.routing.fallback)
         kind = _kind(arrival.cost.prompt_tokens.bit_length())
@@ -81,7 +81,7 @@ class Conversation:
         return Picked(found[0]) if isinstance(found, tuple) else found
 
     def _send(self, command: Send) -> Process:
-        """As `Dispatcher.send` and `UpstreamRequest.ask` do."""
+        """Do what `Dispatcher.send` and `UpstreamRequest.ask` do."""
         role, is_divided = command.instance.role, self._flow.path is Path.DISAGGREGATED
         reservation = self._reserved[role]
         engine, pool = self._hardware.engines[command.instance], self._membership.pool
@@ -117,7 +117,7 @@ class Conversation:
             self._outcome.first_s, self._outcome.is_recomputed = now, bool(upstream.headers)
 
     def _relay(self) -> Process:
-        """The rest of the answer."""
+        """Wait for the rest of the answer."""
         upstream = self._asked[Role.DECODE]
         event: Event = yield upstream.event
         self._end(upstream, event)
@@ -127,7 +127,7 @@ class Conversation:
         return event
 
     def _end(self, upstream: Upstream, event: Event) -> None:
-        """Nothing more is expected of it."""
+        """End a request to an engine, of which nothing more is expected, and tell the pool of a failure."""
         pool = self._membership.pool
         pool.open_requests.ended(upstream)
         if isinstance(event, Failed) and event.reason in GONE:

@@ -32,7 +32,7 @@ HEARD = {
 
 
 class Membership:
-    """Belongs to one environment. `choice_s` is what the pool's choices have taken of a processor's time."""
+    """Belongs to one environment. `choice_s` is the time of a processor that the pool's choices have taken."""
 
     def __init__(self, env: simpy.Environment, setting: Setting, hardware: Hardware) -> None:
         urls = {role: tuple(e.instance.url for e in hardware.of_role(role)) for role in Role}
@@ -46,7 +46,7 @@ class Membership:
         env.process(self._probing())
 
     def reserve(self, request: InstanceRequest) -> Reservation | SkipPrefill | Overloaded | NoInstance:
-        """The pool's choice, timed."""
+        """Have the pool choose, and time that."""
         began_s = time.process_time()
         found = self.pool.reserve(request)
         self.choice_s += time.process_time() - began_s
@@ -54,8 +54,8 @@ class Membership:
         return found
 
     def _probing(self) -> Process:
-        """As `router.fleet.probes.Prober` does it: all at each interval, where the router spreads them over it; one
-        soon when a request to it has failed, and all when one is found down."""
+        """Probe as `router.fleet.probes.Prober` does. All engines are probed at each interval, over which the router
+        spreads them, one soon when a request to it has failed, and all when one is found down."""
         while True:
             due_s = self._env.now + self.config.probe_interval_s
             while self._env.now < due_s:
@@ -75,7 +75,7 @@ class Membership:
                 self._env.process(self._wait_for(state))
 
     def _wait_for(self, state: InstanceState) -> Process:
-        """It does not answer at once."""
+        """Wait for the end of a probe that is not answered at once."""
         self._waited_for.add(state.instance)
         yield self._env.timeout(self.config.probe_timeout_s)
         self._waited_for.discard(state.instance)

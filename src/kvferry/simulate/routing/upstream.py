@@ -36,7 +36,7 @@ class Upstream:
         self._work = Work(0, 0, 0, self._watcher)
 
     def __hash__(self) -> int:
-        """Sets of them have the same order in each run."""
+        """The same number in each run, so that sets of them have the same order."""
         return self._number
 
     @property
@@ -49,19 +49,19 @@ class Upstream:
         return self._work.num_slow
 
     def instance_is_down(self) -> None:
-        """The tokens of an engine that serves refute the probe."""
+        """Fail, unless the engine serves: its tokens refute the probe."""
         if not self.engine.serves:
             self._fail(INSTANCE_DOWN)
 
     def connect_in_vain(self, timeout_s: float) -> None:
-        """To an engine that does not serve."""
+        """Fail to connect to an engine that does not serve: after `timeout_s` if it is silent, else at once."""
         if self.engine.state is EngineState.SILENT:
             self._after(timeout_s, lambda: self._fail(CONNECT_TIMEOUT))
         else:
             self._fail(REFUSED)
 
     def compute(self) -> None:
-        """A prompt, whose cache is kept."""
+        """Compute a prompt, and keep its cache."""
         watcher = Watcher(_nothing, self._keep, lambda: self._fail(RESET), lambda _: None)
         self.engine.begin(Work(self._uncached(), 0, self._cost.prompt_tokens, watcher))
 
@@ -70,7 +70,7 @@ class Upstream:
         self._write(self._uncached())
 
     def fetch(self, prefill: Upstream, hardware: Hardware, setting: Setting) -> None:
-        """The cache that the prefill has left, then write the answer. Where nobody is there any more, the prompt is
+        """Fetch the cache that the prefill has left, then write the answer. If that cache is gone, the prompt is
         computed here, when that has been noticed."""
         source = prefill.engine
         missing = self._cost.prompt_tokens - self.engine.num_cached(self._cost.prefixes) * PREFIX_TOKENS
@@ -125,7 +125,7 @@ class Upstream:
         self._hear(Failed(reason, MESSAGES[reason]))
 
     def _hear(self, event: Event) -> None:
-        """Whatever comes first counts."""
+        """Take an event. Only the first one counts."""
         if not self.event.triggered:
             self.event.succeed(event)
 
@@ -138,4 +138,4 @@ class Upstream:
 
 
 def _nothing() -> None:
-    """A prompt alone has no first token that somebody reads."""
+    """Ignore the first token of a prompt alone, which nobody reads."""

@@ -42,7 +42,7 @@ class Launch(NamedTuple):
 
 
 def launch_of(tile: Tile) -> Launch:
-    """For a tile that has at least one row."""
+    """Return the launch of a tile that has at least one row."""
     fields = tile.source_start, tile.target_start, tile.source_shift, tile.target_shift, tile.length
     bits = VECTOR_BYTES
     for field in fields:

@@ -21,7 +21,7 @@ from kvferry.staging.device.launches import MAX_ROW_BYTES
 
 # Below this, plain rows take less of the processor's time and hardly longer to get to the device.
 MIN_ROWS = 4096
-# Each looks at every row, on the agent's thread.
+# Each try looks at every row, on the agent's thread.
 MAX_TRIES = 3
 
 
@@ -69,7 +69,7 @@ def tiles_of(copies: Copies) -> tuple[Tile, ...]:
 
 
 class _Pattern(NamedTuple):
-    """The rows from `first` to `stop` have a period; 0 where it would not save half of the numbers."""
+    """The rows from `first` to `stop` have this period; it is 0 where it would not save half of the numbers."""
 
     first: int
     stop: int
@@ -80,7 +80,7 @@ _NO_PATTERN = _Pattern(0, 0, 0)
 
 
 def _pattern(rows: Copies) -> _Pattern:
-    """One of all rows; else one of most of them, as in slots that begin and end in the middle of one."""
+    """The pattern of all rows, else of most of them, as in slots that begin and end in the middle of a period."""
     num_rows = len(rows)
     likely = (p for p in _divisors(num_rows) if _saves(num_rows, p) and _seems(rows, p))
     for period in islice(likely, MAX_TRIES):
@@ -97,7 +97,7 @@ def _sums(rows: Copies, period: int) -> Tile:
 
 
 def _num_numbers(num_rows: int, period: int) -> int:
-    """What a tile has to say: two columns of starts, three of shifts."""
+    """How many numbers describe a tile: two columns of starts, three of shifts."""
     return 2 * (num_rows // period) + 3 * period
 
 
@@ -109,7 +109,7 @@ def _saves(num_rows: int, period: int) -> bool:
 
 
 def _divisors(num_rows: int) -> list[int]:
-    """Those first with which tiles say least."""
+    """The divisors of `num_rows`, those first whose tiles need the fewest numbers."""
     small = np.arange(1, isqrt(num_rows) + 1)
     small = small[num_rows % small == 0]
     found = {*small.tolist(), *(num_rows // small).tolist()}
@@ -137,8 +137,8 @@ def _fits(rows: Copies, period: int) -> bool:
 
 
 def _compared(rows: Copies, period: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Whether rows are as far from those a period before as the rows before them are: the first is row `period + 1`.
-    And whether they are as long as those: the first is row `period`."""
+    """Whether each row from `period + 1` on is as far from the row a period before as its predecessor is, and whether
+    each row from `period` on is as long as that one."""
     source, target = (column[period:] - column[:-period] for column in (rows.source, rows.target))
     is_even = (source[1:] == source[:-1]) & (target[1:] == target[:-1])
     return is_even, rows.length[period:] == rows.length[:-period]
@@ -148,8 +148,8 @@ def _compared(rows: Copies, period: int) -> tuple[NDArray[np.bool_], NDArray[np.
 
 
 def _distance(rows: Copies) -> int:
-    """How far apart the steps from row to row are that are the largest, or the smallest: the longest way between two
-    blocks is taken once per period. 0 where no step is taken twice."""
+    """A likely period: how many rows lie between the largest steps from row to row, or the smallest, since the longest
+    way between two blocks is taken once per period. 0 where neither step is taken twice."""
     places = rows.source + rows.target
     steps = (places[1:] - places[:-1]).view(np.int64)
     found = [at for at in (np.flatnonzero(steps == extreme) for extreme in (steps.max(), steps.min())) if len(at) > 1]
@@ -161,8 +161,8 @@ def _distance(rows: Copies) -> int:
 
 
 def _stretch(rows: Copies, period: int) -> _Pattern:
-    """The longest stretch of rows in which periods begin at one distance: only there may rows differ from those a
-    period before, as how far they are from the row before does not matter."""
+    """The longest stretch of rows that has the period. Only where a period begins may the step to a row differ from
+    that a period before, since how far periods are apart does not matter."""
     is_even, has_length = _compared(rows, period)
     breaks, lengths = np.flatnonzero(~is_even) + period + 1, np.flatnonzero(~has_length) + period
     phase = int(np.bincount(breaks % period).argmax()) if len(breaks) else 0

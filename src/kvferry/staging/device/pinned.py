@@ -18,12 +18,12 @@ class Runtime(Protocol):
     def register(self, address: int, num_bytes: int) -> int: ...
 
     def unregister(self, address: int) -> int:
-        """Also raises RuntimeError, when the device has failed."""
+        """Unpin host memory. Also raises RuntimeError, when the device has failed."""
         ...
 
 
 class CudaRuntime:
-    """That of CUDA or ROCm for one device: whichever thread asks, no other device is woken up by it."""
+    """The runtime of CUDA or ROCm for one device: whichever thread asks, no other device is woken up by it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -21,7 +21,7 @@ POLL_S = 0.001
 
 
 class Index(NamedTuple):
-    """What a device is told of tiles: how to go over each, and all their columns, `here` and `there`."""
+    """What a device is told of tiles: how to go over each, and their columns, `here` in the host and `there` on it."""
 
     launches: tuple[Launch, ...]
     sizes: tuple[int, ...]
@@ -30,7 +30,7 @@ class Index(NamedTuple):
 
     @classmethod
     def of(cls, tiles: Sequence[Tile], device: torch.device) -> Index:
-        """On its way to the device. It must stay until the copies are done."""
+        """An index on its way to the device. It must be kept until the copies are done."""
         parts = [_even(tile.columns()) for tile in tiles]
         here = _pinned(torch.from_numpy(np.concatenate(parts)), device)
         there = here.to(device, non_blocking=True)
@@ -87,17 +87,16 @@ class SideStream:
             time.sleep(POLL_S)
 
     def _selected(self) -> AbstractContextManager[object]:
-        """The device is the calling thread's meanwhile. Else torch would put back, with the stream before, a thread's
-        first device, and to select one that the process does not use takes half a GiB of it from its engine."""
+        """Make the device the calling thread's meanwhile. Else torch would restore, with the stream before, a thread's
+        first device, and selecting one that the process does not use takes half a GiB of its memory from its engine."""
         return nullcontext() if self._device.type == "cpu" else self._module.device(self._device)
 
 
 def _pinned(columns: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Only from pinned memory does an upload not stop the thread."""
+    """The columns in pinned memory: only from there does an upload not stop the thread."""
     return columns if device.type == "cpu" else columns.pin_memory()
 
 
 def _even(columns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """With a number more where it takes that: Triton makes another kernel for columns that begin at no multiple of 16
-    bytes."""
+    """Pad columns to an even number: Triton makes another kernel for columns that begin at no multiple of 16 bytes."""
     return np.append(columns, 0) if len(columns) % 2 else columns

@@ -31,7 +31,7 @@ class _Part(NamedTuple):
 
 
 class ArrayCopies:
-    """What a mover of one rank does. `near` is memory of the host that rows may touch; it must stay."""
+    """Copies rows for the mover of one rank. `near` is memory of the host that rows may touch; it must stay mapped."""
 
     def __init__(self, held: HeldArrays, rank: int, layout: Layout, near: Sequence[Memory]) -> None:
         self._held, self._rank = held, rank
@@ -56,7 +56,7 @@ class ArrayCopies:
         )
 
     def _gathered(self, parts: list[_Part]) -> Iterator[None]:
-        """All are taken at once and on their way while the first is copied."""
+        """Take all parts at once: they are on their way to the host while the first is copied."""
         taken = [self._held.take(part.place, part.numbers, part.unit_bytes) for part in parts]
         for part, units in zip(parts, taken, strict=True):
             scatter(np.asarray(units).reshape(-1).view(np.uint8), part.host, part.length)
@@ -77,7 +77,7 @@ class ArrayCopies:
                 yield
 
     def _parts(self, inside: Column, outside: Column, rows: Copies) -> Iterator[_Part]:
-        """Of rows that are `inside` arrays and `outside` of them, each part for one call of a program."""
+        """The parts of rows, each for one call. `inside` are their addresses in arrays, `outside` those in the host."""
         region = self._regions.locate(inside, rows.length, "this process (arrays)")
         for number in np.unique(region).tolist():
             which = np.flatnonzero(region == number)

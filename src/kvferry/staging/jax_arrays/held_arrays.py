@@ -1,8 +1,8 @@
 """The arrays of a cache, which its engine and the copies of transfers use in turn.
 
 Whoever writes donates: the old array is deleted and there is a new one. So there is one place that knows the newest,
-and one lock, held while programs are begun and never while one is compiled, gets its units or runs: what they read and
-write orders itself.
+and one lock, held while programs are begun and never while one is compiled, gets its units or runs: JAX runs them in an
+order that suits what they read and write.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Turn:
-    """The engine's: `arrays` are the newest, and what it leaves there are the newest from then on."""
+    """The engine's turn: `arrays` are the newest, and those that it leaves there are the newest from then on."""
 
     arrays: tuple[jax.Array, ...]
 
@@ -63,8 +63,8 @@ class HeldArrays:
 
     @contextmanager
     def turn(self) -> Iterator[Turn]:
-        """For what begins the engine's next step. Raises ConfigurationError when other arrays are left, and within a
-        turn of the same thread."""
+        """Hold the arrays while the engine begins its next step. Raises ConfigurationError when other arrays are left,
+        and within a turn of the same thread."""
         # Only this thread itself can have written its own name there.
         if self._in_turn == threading.get_ident():
             raise ConfigurationError(
@@ -129,7 +129,7 @@ class HeldArrays:
 
 
 def _check_are_different(arrays: Sequence[jax.Array]) -> None:
-    """One that stood in two places would be donated twice."""
+    """Raises ConfigurationError for an array in two places: it would be donated twice."""
     first: dict[int, int] = {}
     for number, array in enumerate(arrays):
         if (earlier := first.setdefault(id(array), number)) != number:

@@ -27,14 +27,14 @@ class ArraySpec(NamedTuple):
 
     def assemble(self, pieces: list[jax.Array]) -> jax.Array:
         """The array with these pieces; nothing is copied."""
-        # What a program has returned is of no mesh: the engine's step would be compiled once more for it.
+        # A program's result belongs to no mesh: the engine's step would be compiled once more for it.
         if len(pieces) == 1 and pieces[0].sharding == self.sharding:
             return pieces[0]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, pieces)
 
 
 class PiecedArray:
-    """The newest array that is known here. Pieces are taken from it, and it from them, when they are asked for."""
+    """The newest array that is known here. It is cut into pieces, or assembled from them, when that is asked for."""
 
     def __init__(self, array: jax.Array) -> None:
         """Raises ConfigurationError when devices of another process have a part of it."""
@@ -43,12 +43,12 @@ class PiecedArray:
         self.replace(array)
 
     def replace(self, array: jax.Array) -> None:
-        """Know this one from now on, which fits."""
+        """Hold this array from now on; it must fit `spec`."""
         self._whole, self._is_older = array, False
         self._pieces: list[jax.Array] = []
 
     def whole(self) -> jax.Array:
-        """As the engine knows it; nothing is copied. What is gone, in part or as a whole, is a deleted array."""
+        """The array as the engine knows it; nothing is copied. It is a deleted array if any part of it is gone."""
         if self._is_older and not any(piece.is_deleted() for piece in self._pieces):
             self._whole, self._is_older = self.spec.assemble(self._pieces), False
         if self._whole.is_deleted():
@@ -58,13 +58,13 @@ class PiecedArray:
         return self._whole
 
     def pieces(self) -> list[jax.Array]:
-        """In the order of ranks: what they have of the array. None when it is gone."""
+        """The pieces of the array in the order of ranks; none when it is gone."""
         if not self._pieces and not self._whole.is_deleted():
             self._pieces = _pieces_of(self._whole)
         return self._pieces
 
     def put(self, rank: int, piece: jax.Array) -> None:
-        """Another piece follows that of the rank, of which there was one."""
+        """Replace the piece of a rank, which must have had one."""
         self._pieces[rank] = piece
         self._is_older = True
 

@@ -15,15 +15,15 @@ from kvferry.transport.registered_memory import Offsets
 SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 """Programs are compiled for so many units; other numbers are several calls, of which the last may be padded."""
 MIN_BYTES, MAX_BYTES = 64 << 10, 32 << 20
-"""To pad a call to the first costs next to nothing; more than the second are taken or put only where one unit is."""
+"""A call that is padded to the first costs next to nothing. More than the second is moved only where one unit is larger."""
 
 MAX_UNITS = (1 << 31) - 1
 """Programs number units in 32 bits."""
 
 
 def units_of(layout: Layout, region: int) -> tuple[int, ...]:
-    """Of a region, in bytes, the larger first: a block; what no engine divides, such as a vector of one head and token;
-    and an element, for the rows that a slot ends amid."""
+    """The units of a region in bytes, the larger first: a block; what no engine divides, such as a vector of one head
+    and token; and an element, for rows that the end of a slot cuts."""
     states, size_bytes = layout.state_named(), layout.regions[region].size_bytes
     block = vector = element = size_bytes
     for placement in (each for each in layout.placements if each.region == region):
@@ -35,7 +35,7 @@ def units_of(layout: Layout, region: int) -> tuple[int, ...]:
 
 
 def _undivided(state: State, placement: Placement) -> int:
-    """How far every element of one axis lies in a row, if that is the innermost; all else is a multiple of it."""
+    """The bytes of a contiguous axis, else of an element; a divisor of them where other distances are no multiples."""
     steps = zip(placement.strides, placement.spans, strict=True)
     inner = next((stride * len(span) for stride, span in steps if stride == state.item_bytes), state.item_bytes)
     return gcd(inner, placement.offset, placement.block_stride, placement.token_stride, *_beyond(placement, inner))
@@ -46,18 +46,18 @@ def _beyond(placement: Placement, inner: int) -> list[int]:
 
 
 def sizes_of(unit_bytes: int) -> tuple[int, ...]:
-    """For how many units programs are compiled, ascending."""
+    """The numbers of units that programs are compiled for, ascending."""
     useful = (size for size in SIZES if 4 * size * unit_bytes > MIN_BYTES or size == SIZES[-1])
     return tuple(size for size in useful if size * unit_bytes <= MAX_BYTES) or SIZES[:1]
 
 
 def size_for(num_units: int, unit_bytes: int) -> int:
-    """The smallest of these sizes that is enough."""
+    """The smallest of `sizes_of` that is enough."""
     return next(size for size in sizes_of(unit_bytes) if size >= num_units)
 
 
 def calls_for(num_units: int, unit_bytes: int) -> Iterator[slice]:
-    """Units, call by call; none is padded to more than twice what it has, but for the smallest size."""
+    """The units of each call. None is padded to more than twice what it has, except to the smallest size."""
     first, sizes = 0, sizes_of(unit_bytes)
     while first < num_units:
         left = num_units - first

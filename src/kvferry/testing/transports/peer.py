@@ -47,12 +47,12 @@ def make_transport(name: str, host: str = "127.0.0.1") -> Transport:
 
 
 def digest(view: View) -> str:
-    """Of bytes, to compare memory of two processes."""
+    """A digest of bytes, to compare memory of two processes."""
     return blake2b(view.data, digest_size=16).hexdigest()
 
 
 class PeerProcess(ChildProcess):
-    """The other process."""
+    """The peer, as the process that has started it sees it."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ def _in_host(size_bytes: int, seed: int) -> tuple[Memory, Callable[[], View]]:
 
 
 def _on_device(size_bytes: int, seed: int, device: str, number: int) -> tuple[Memory, Callable[[], View]]:
-    """The same, of a device that torch knows."""
+    """The same in memory of a device that torch knows."""
     import torch
 
     where = torch.device(torch_name(device), number)

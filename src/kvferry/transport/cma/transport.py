@@ -37,7 +37,7 @@ MAX_ROWS: Final = 1024
 # One call copies no more bytes than this, and no row is longer.
 CALL_BYTES: Final = 4 << 20
 START_FIELD: Final = 19
-"""Of /proc/<pid>/stat, counted from behind the command's name: when the process was started."""
+"""The field of /proc/<pid>/stat that says when a process was started, counted from behind the command's name."""
 
 Vectors = NDArray[np.uint64]
 """What the kernel calls iovec: N x 2, address and length."""

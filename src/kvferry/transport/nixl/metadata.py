@@ -16,8 +16,8 @@ _DIGEST_BYTES: Final = 16
 
 
 class NixlDescriptor(msgspec.Struct, frozen=True, tag="nixl-1"):
-    """What a peer needs: the agent's name and metadata, (address, size in bytes) of each region of memory, and where
-    any of them is a device's, whose: (device, its number) of each region."""
+    """What a peer needs: the agent's name and metadata, (address, size in bytes) of each region of memory, and, if any
+    of them is on a device, (device, its number) of each region."""
 
     agent: Annotated[str, Meta(min_length=1, max_length=64)]
     regions: Annotated[tuple[tuple[DeviceAddress, Natural], ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
@@ -29,17 +29,17 @@ DECODER: Final = msgspec.msgpack.Decoder(NixlDescriptor)
 
 
 def digest_of(data: bytes) -> bytes:
-    """To notice damage, not to authenticate."""
+    """Return a digest that shows damage; it does not authenticate."""
     return blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def seal(body: bytes) -> bytes:
-    """With length and digest in front. Raises TransportError when it is longer than a peer accepts."""
+    """Return the body with length and digest in front. Raises TransportError when it is longer than a peer accepts."""
     return check_size(_MAGIC + len(body).to_bytes(8, "big") + digest_of(body) + body)
 
 
 def unseal(peer: str, descriptor: bytes) -> bytes:
-    """What is inside, once length and digest are right: nothing else may reach NIXL."""
+    """Return the body. Raises TransportError when length or digest is wrong: nothing damaged may reach NIXL."""
     check_size(descriptor)
     head = len(_MAGIC) + 8 + _DIGEST_BYTES
     body = descriptor[head:]

@@ -159,13 +159,13 @@ class NixlTransport:
         self._peers[peer] = Peer(known.agent, digest, regions, devices)
 
     def carriers(self, peer: str) -> tuple[str, ...]:
-        """By UCX's own report on the endpoints of this peer; UCX settles them with the first copy."""
+        """The transports that UCX reports for the endpoints of this peer; UCX settles them with the first copy."""
         known = self._peers.get(peer)
         endpoints = self._endpoints.get(known.agent, frozenset()) if known else frozenset()
         return tuple(dict.fromkeys(name for each in sorted(endpoints) for name in self._report.carriers(each)))
 
     def disconnect(self, peer: str) -> None:
-        """Its open tickets end with an error as soon as NIXL says that their bytes do not move any more."""
+        """Disconnect a peer. Its open tickets end with an error as soon as NIXL says that no byte moves any more."""
         if self._peers.pop(peer, None) is None:
             return
         self._num_moved.pop(peer, None)
@@ -234,7 +234,7 @@ class NixlTransport:
         # Notifications are not used; asking for them is what makes progress for peers.
         self._quietly(self._agent.get_new_notifs)
         budget = PART_ROWS
-        # Those that have had fewer parts go first, so that a long ticket does not hold up a short one.
+        # Jobs that have had fewer parts go first, so that a long ticket does not hold up a short one.
         for job in sorted(self._jobs, key=lambda job: job.num_posted):
             job.active = [handle for handle in job.active if self._is_active(job, handle)]
             while job.waiting and budget > 0:
@@ -312,7 +312,7 @@ class NixlTransport:
             self._unload(agent)
 
     def _quietly(self, call: Any, *arguments: Any) -> None:
-        """For clean-up: it is fine when NIXL does not know the thing any more."""
+        """Make a clean-up call: it is fine when NIXL does not know the thing any more."""
         try:
             call(*arguments)
         except self._errors as error:

@@ -94,7 +94,7 @@ _Rows: TypeAlias = tuple[Offsets, Offsets, Offsets]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """A side, and of each of its views the address, the size, and what offsets count from."""
+    """One side of a copy, and for each of its views the address, the size, and what offsets count from."""
 
     side: LocatedRows
     address: Offsets
@@ -113,12 +113,12 @@ class _Places:
         return cls(side, address, size_bytes, start)
 
     def regions(self, part: slice) -> Offsets:
-        """In which view each row lies; nothing where there is only one."""
+        """The index of the view in which each row lies; empty where there is only one view."""
         return NO_PIECES if len(self.side.views) == 1 else _column(self.side.view_index[part])
 
 
 def _column(values: Offsets) -> Offsets:
-    """As the loops were translated for; columns out of a frame, say, may be read-only and lie at odd addresses."""
+    """A column as the loops take it: one out of a frame, say, may be read-only and lie at an odd address."""
     return np.require(values, np.int64, ["C", "ALIGNED", "WRITEABLE"])
 
 
@@ -176,7 +176,7 @@ def _write_line(typing: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def _fence(typing: Any) -> Any:
-    """Lines written past the cache are in no order with other writes until here."""
+    """Order lines written past the cache with other writes: without this they are in none."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         builder.fence("seq_cst")
@@ -212,7 +212,7 @@ def _write_lines(target: int, source: int, num_bytes: int) -> None:
 
 @njit(forceinline=True)
 def _resolve_in_one(address: int, size: int, start: int, offset: Offsets, length: Offsets, found: Offsets) -> bool:
-    """The same for rows of one view, several at a time as there is no branch; whether all lie in it."""
+    """Do `_resolve` for rows of one view, several at a time as there is no branch. Returns whether all lie in it."""
     signs = 0
     for row in range(len(length)):
         skip, room = offset[row] - start, size - length[row]
@@ -277,7 +277,7 @@ def _advance_tile(
     length: Offsets,
     first: int,
 ) -> int:
-    """The same for a tile, whose rows are numbered start by start. Always past the cache."""
+    """Do `_advance` for a tile, whose rows are numbered start by start. Always past the cache."""
     left, width = STEP_BYTES, len(length)
     start, shift = first // width, first % width
     while start < len(source_start):

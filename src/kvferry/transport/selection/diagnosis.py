@@ -25,7 +25,7 @@ VERBS: Final = {Direction.READ: "reading", Direction.WRITE: "writing"}
 
 @dataclass(frozen=True, slots=True)
 class LocalContext:
-    """Of this process: the host's name (empty: not known), whether an RDMA port is up, and the transport asked for.
+    """Facts about this process: the host's name (empty: unknown), whether an RDMA port is up, the transport asked for.
 
     `user_transports` is the user's own UCX_TLS, `may_attach` whether the kernel lets processes read each other, and
     `may_switch_direction` whether a peer that can only be read far slower than written to is asked to write.
@@ -48,7 +48,7 @@ class LocalContext:
 
 
 def local_context(requested: str, may_switch_direction: bool = True, buffer_device: str = HOST) -> LocalContext:
-    """That of an engine with the transport `requested`, which may let its sources write instead of reading."""
+    """Return the context of an engine with transport `requested`, which may let its sources write instead."""
     return LocalContext(
         host=host_here(),
         has_rdma=any(nic.is_rdma and nic.is_up for nic in nics()),
@@ -121,7 +121,7 @@ def _asymmetry(measured: Measurement, direction: Direction, may_switch_direction
 
 
 def _direction_hint(direction: Direction, may_switch_direction: bool) -> str:
-    """The target engine decides which side moves a cache."""
+    """A hint for the target engine, which decides which side moves a cache."""
     if direction is Direction.WRITE:
         return "--transfer-direction pull, or auto, at the engine that is written to"
     if may_switch_direction:

@@ -27,7 +27,7 @@ class Rates:
 
     @property
     def seconds_per_gigabyte(self) -> float:
-        """With half of the bytes in long rows and half in short ones: caches have both."""
+        """The time of 10⁹ bytes, half of them in long rows and half in short ones: caches have both."""
         return 0.5 / self.gigabytes_per_s + 0.5 / self.row_gigabytes_per_s
 
     def __str__(self) -> str:
@@ -56,17 +56,17 @@ class Measurement:
 
     @classmethod
     def failed(cls, name: str, error: str) -> Measurement:
-        """Of a transport that was not measured, and why it cannot be used."""
+        """The entry of a transport that was not measured, and why it cannot be used."""
         return cls(name, 0.0, 0.0, 0.0, error)
 
     def rates(self, direction: Direction) -> Rates:
-        """Those of one direction."""
+        """The rates of one direction."""
         if direction is Direction.WRITE:
             return self.writing
         return Rates(self.gigabytes_per_s, self.row_gigabytes_per_s, self.latency_s, self.error)
 
     def likely_rates(self, direction: Direction) -> Rates:
-        """Those of one direction. Of a peer whose probe may not be written, those of reading stand for writing."""
+        """The rates of a direction. Where a peer's probe may not be written, those of reading stand for writing."""
         return self.rates(Direction.READ if self.writing == UNMEASURED else direction)
 
     def why_not(self, direction: Direction) -> str:

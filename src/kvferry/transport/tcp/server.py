@@ -38,7 +38,7 @@ from kvferry.transport.tcp.connection import (
 )
 
 MAX_CONNECTIONS = 4096
-# Four for each peer that is busy. Whoever can connect can have one, until it fails to prove that it knows the key.
+# Each busy peer has four. Whoever can connect can have one, until it fails to prove that it knows the key.
 MAX_THREADS = 2048
 BACKLOG = 512
 THIS = "the serving process"
@@ -141,7 +141,7 @@ class Server:
         self._selector.close()
 
     def leave_to_parent(self) -> None:
-        """Of a forked child, which has none of the threads."""
+        """Close the listener in a forked child, which has none of the threads."""
         self._listener.close()
 
     def _watch(self) -> None:
@@ -225,7 +225,7 @@ class Server:
         self._forget(threading.current_thread(), peer)
 
     def _serve_requests(self, peer: _Peer) -> None:
-        """Until there has been none for a while, or the server ends."""
+        """Serve requests until there has been none for a while, or the server ends."""
         staging = scratch_memory()
         if not peer.is_known:
             challenge = Challenge(secrets.token_bytes(CHALLENGE_BYTES))
@@ -273,7 +273,7 @@ class Server:
 
     @contextmanager
     def _held(self, rows: tuple[Column, Column], sizes: Offsets, num_sent: int) -> Iterator[list[memoryview]]:
-        """What is left of rows once so many bytes are sent. None of it is unregistered meanwhile."""
+        """Yield what is left of rows once `num_sent` bytes are sent. None of it is unregistered meanwhile."""
         with self.registration.shared():
             yield _memory_of(self._registry.regions.located(*rows, THIS), sizes, num_sent)
 

@@ -41,7 +41,7 @@ def carriers_in(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Libraries:
-    """Those of the loaded UCX, and the C library that gives memory for text."""
+    """The libraries of the loaded UCX, and the C library, which gives memory for text."""
 
     services: Any
     protocols: Any
@@ -56,7 +56,7 @@ class UcxIntrospection:
 
     @property
     def version(self) -> str:
-        """Such as 1.23.0."""
+        """The version of the loaded UCX, such as 1.23.0."""
         for libraries in self._libraries:
             libraries.protocols.ucp_get_version_string.restype = ctypes.c_char_p
             return str(libraries.protocols.ucp_get_version_string().decode())
@@ -101,7 +101,7 @@ class UcxIntrospection:
 
 
 def _libraries(maps: Path) -> Iterator[_Libraries]:
-    """One set, or none where none is loaded, several are, or functions are missing."""
+    """Yield the loaded libraries: nothing where none is loaded, several are, or functions are missing."""
     services, protocols = loaded_files("libucs", maps), loaded_files("libucp", maps)
     if len(services) != 1 or len(protocols) != 1:
         return

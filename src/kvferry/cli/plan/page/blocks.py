@@ -24,7 +24,7 @@ GAP = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """`stride` is the bytes from one index to the next; `shown` are the indices that are drawn."""
+    """One axis: `stride` is the bytes from one index to the next, `shown` are the indices that are drawn."""
 
     name: str
     size: int
@@ -43,9 +43,9 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A piece of a block: the source rank whose bytes these are (-1: nobody moves them), and which target's.
+    """A piece of a block: the source rank whose bytes these are (-1: nobody moves them), and a tone by target.
 
-    `width` is 1, but less for a gap: that stands for pieces that are not drawn.
+    `width` is 1, but less for a gap, which stands for pieces that are not drawn.
     """
 
     source: int
@@ -87,7 +87,7 @@ class Strip:
 
 
 def strips(facts: Mapping[str, Any]) -> list[tuple[Strip, Strip]]:
-    """Source and target of each cache group, as rank 0 of each side keeps it."""
+    """The strips of source and target for each cache group, as rank 0 of each side keeps it."""
     pairs = []
     for source in facts["layouts"]["source"]:
         for target in facts["layouts"]["target"]:
@@ -122,19 +122,19 @@ def _strip(side: str, layout: Mapping[str, Any], facts: Mapping[str, Any], row: 
 
 
 def _own_name(axis: str) -> str:
-    """Inside its group, and beside no other: `recurrent.head_of_16` is the head."""
+    """The name of an axis without its group and its extent: `head` for `recurrent.head_of_16`."""
     return axis.rpartition(".")[2].partition("_of_")[0]
 
 
 def _groups(axes: list[Axis], pieces: list[Leaf], sources: CellSources) -> tuple[Group, ...]:
-    """One for each item of the outermost axis that is drawn; without a heading where that is the only one."""
+    """A group for each item of the outermost drawn axis, without a heading where that is the only axis."""
     has_labels = len(pieces) <= MAX_LABELS
     groups = []
     for number, (at, leaves_of_item) in enumerate(groupby(pieces, key=lambda leaf: leaf.at[:1])):
         cells = tuple(_cell(leaf, sources, has_labels) for leaf in leaves_of_item)
         label = ""
         if at and len(axes) > 1:
-            # The first says what is counted.
+            # The first label says what is counted.
             name, index = at[0]
             label = f"{_own_name(name)} {index}" if number == 0 or len(axes[0].shown) <= MAX_WORDS else str(index)
         groups.append(Group(label, cells))
@@ -164,7 +164,7 @@ def _row_end(pieces: list[Leaf], row: float) -> tuple[float, bool]:
 
 
 def axes_of(layout: Mapping[str, Any]) -> tuple[list[Axis], list[Axis]]:
-    """Outer axes down to the block, and those inside a block."""
+    """The outer axes down to the block, and the axes inside a block."""
     names, sizes = layout["order"], layout["sizes"]
     at = names.index("block") + 1 if "block" in names else 0
     inside = prod(sizes[at:])
@@ -181,7 +181,7 @@ def axes_of(layout: Mapping[str, Any]) -> tuple[list[Axis], list[Axis]]:
 
 
 def row_bytes(source: Mapping[str, Any], target: Mapping[str, Any], facts: Mapping[str, Any]) -> float:
-    """What follows without a gap in a block of both sides, of what the first pair moves to target rank 0."""
+    """How many of the bytes that the first pair moves to target rank 0 are contiguous in a block of both sides."""
     pair = next((pair for pair in facts["pairs"] if pair["target_rank"] == 0), None)
     if pair is None:
         return 0.0
@@ -216,7 +216,7 @@ def drawn_axes(inner: list[Axis], divided: frozenset[str]) -> list[Axis]:
 
 
 def leaves(axes: list[Axis], at: tuple[tuple[str, int], ...] = ()) -> Iterator[Leaf]:
-    """In memory order. A gap stands for the items of a truncated axis that are not drawn."""
+    """The pieces of a block, in memory order. A gap stands for the items of a truncated axis that are not drawn."""
     axis = axes[0]
     for index in axis.shown:
         here = (*at, (axis.name, index))
@@ -230,7 +230,7 @@ def leaves(axes: list[Axis], at: tuple[tuple[str, int], ...] = ()) -> Iterator[L
 
 
 class CellSources:
-    """Whose bytes a cell holds, from the pairs of rank 0 at one side; `divided` are the axes that ranks share."""
+    """The source of each cell's bytes, by the pairs of rank 0 at one side. `divided` are the axes that ranks share."""
 
     def __init__(self, side: str, facts: Mapping[str, Any]) -> None:
         rank = facts[side]["ranks"][0]

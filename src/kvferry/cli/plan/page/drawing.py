@@ -52,7 +52,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A rank; `side` is source or target. Its words, and what it holds or receives in small matrices."""
+    """A rank of a `side`, source or target: its words, and small matrices of what it holds or receives."""
 
     side: str
     rank: int
@@ -183,7 +183,7 @@ def _arrivals(target: int, panels: list[Panel], context: _Context) -> list[Regio
 
 
 def _share(sources: list[tuple[int, Box]], index: int) -> Tokens:
-    """Of one box and the same tokens, several sources fill different states: each has its stripe."""
+    """The stripe of one of several sources that fill different states of the same box and tokens; ALL for one alone."""
     alike = [at for at, (_, box) in enumerate(sources) if box == sources[index][1]]
     return ALL if len(alike) == 1 else Tokens(len(alike), alike.index(index), alike.index(index) + 1)
 
@@ -199,7 +199,7 @@ def _region(pair: tuple[int, int], areas: list[Area], fill: str, place: tuple[in
 
 
 def _lines(rank: Rank) -> tuple[str, ...]:
-    """The most telling first: what does not fit is left out."""
+    """The lines of a rank's card, the most telling first, as those that do not fit are left out."""
     spans = [format_span(axis, *span) for axis, span in rank["axes"].items()] or ["not divided"]
     tokens = [] if rank["tokens"] == "all" else [rank["tokens"]]
     layers = format_span("layer", *rank["layers"])
@@ -211,7 +211,7 @@ def _path(areas: list[Area]) -> str:
 
 
 def _ribbons(pairs: list[Pair], places: Places) -> tuple[Ribbon, ...]:
-    """One per pair, in one scale."""
+    """A ribbon for each pair, all in one scale."""
     totals: dict[tuple[str, int], int] = defaultdict(int)
     for pair in pairs:
         totals["source", pair["source_rank"]] += pair["bytes"]
@@ -244,7 +244,7 @@ def _tops(side: str, pairs: list[Pair], places: Mapping[int, Area], scale: float
 
 
 def _ribbon(pair: Pair, scale: float, start: tuple[float, float], end: tuple[float, float]) -> Ribbon:
-    """Between two upper edges."""
+    """The ribbon of a pair, whose upper edge goes from `start` to `end`."""
     width = max(MIN_RIBBON, pair["bytes"] * scale)
     (x0, y0), (x1, y1) = ((x, y + width / 2) for x, y in (start, end))
     middle = (x0 + x1) / 2

@@ -42,7 +42,7 @@ ALL = Tokens(1, 0, 1)
 
 
 def tokens_of(words: str) -> Tokens:
-    """`all` and what cannot be drawn are ALL: the words themselves stand on the page in any case."""
+    """The tokens that words name. `all` and what cannot be drawn are ALL: the words stand on the page in any case."""
     found = TOKENS.search(words)
     if not found:
         return ALL
@@ -84,14 +84,14 @@ class Box:
 
     @classmethod
     def of_rank(cls, rank: Mapping[str, Any]) -> Box:
-        """From a rank of the facts."""
+        """The box that a rank holds, from the facts about it."""
         spans = tuple((axis, span[0], span[1]) for axis, span in rank["axes"].items())
         first, last = rank["layers"]
         return cls(((first, last),), spans, tokens_of(rank["tokens"]))
 
     @classmethod
     def of_pair(cls, pair: Mapping[str, Any]) -> Box:
-        """From a pair of the facts."""
+        """The box that a pair moves, from the facts about it."""
         layers = tuple((first, last) for first, last in pair["layers"])
         return cls(layers, tuple(boxes_of(pair["boxes"])), tokens_of(pair["tokens"]))
 
@@ -117,7 +117,7 @@ class Stripes:
         self.patterns: dict[tuple[int, Tokens], tuple[float, float, float]] = {}
 
     def fill(self, colour: int, tokens: Tokens, share: Tokens) -> str:
-        """What to fill with. `share` divides one box between several sources that fill different states of it."""
+        """The SVG fill. `share` divides one box between several sources that fill different states of it."""
         if tokens == ALL and share == ALL:
             return f"var(--c{colour})"
         shown, unit = (share, STRIPE) if tokens == ALL else (tokens, self._unit)
@@ -145,7 +145,7 @@ class CacheExtent:
         self.num_layers = max([1, *(rank["layers"][1] for rank in ranks)])
 
     def panels(self, area: Area) -> list[Panel]:
-        """The area shared evenly between the axes."""
+        """A panel for each axis, which share the area evenly."""
         width = (area.width - PANEL_GAP * (len(self.extents) - 1)) / len(self.extents)
         return [
             self._panel(Area(area.x + index * (width + PANEL_GAP), area.y, width, area.height), axis, extent)

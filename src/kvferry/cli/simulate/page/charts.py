@@ -42,7 +42,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """`limit` is where a line is drawn that values should not be above; empty: there is none."""
+    """One chart. `limit` is the place of a line that values should not be above, None where none is drawn."""
 
     name: str
     lines: tuple[Line, ...]
@@ -52,7 +52,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From seconds and values to the box."""
+    """The places of seconds and values in the box of a chart."""
 
     duration_s: float
     top: float

@@ -12,8 +12,8 @@ from kvferry.layout import CacheGroup, Placement, Region, Span, State
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What a pool does not know: its place among the tensor-parallel ranks, and of the model, over all of them, the
-    heads of keys and values, those of layers with a window, and the groups of Mamba's B and C (0 when unknown).
+    """What a pool does not know: its place among the tensor-parallel ranks, and three numbers of the model, over all of
+    them: heads of keys and values, heads of layers with a window, and groups of Mamba's B and C (0 when unknown).
 
     A token sees `window_tokens` tokens in layers with a window, itself included.
     """
@@ -45,7 +45,7 @@ class Part:
         return self.tensor.shape[0] * self.tensor.stride(0) * self.tensor.element_size() // self.block_stride
 
     def placement(self, regions: dict[int, Region], group: int) -> Placement:
-        """In its allocation, which is added to `regions` unless it is there."""
+        """Return the state's placement in its allocation, which is added to `regions` unless it is there."""
         storage = self.tensor.untyped_storage()
         start = storage.data_ptr()
         if start not in regions:
@@ -87,5 +87,5 @@ def unsupported(what: str, found: str) -> LayoutError:
 
 
 def word_of(dtype: torch.dtype) -> str:
-    """As PyTorch spells it."""
+    """Return the name of a data type as PyTorch spells it, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

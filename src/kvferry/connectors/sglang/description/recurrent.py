@@ -53,7 +53,7 @@ def _projections(pool: Any, num_channels: int, facts: RankFacts) -> list[tuple[i
 
 
 def _of_mamba(pool: Any, num_channels: int, facts: RankFacts) -> list[tuple[int, int]]:
-    """x follows the heads. B and C follow the groups, of which each rank has a copy when there is only one."""
+    """Channels of x, divided like heads, and of B and C, divided like groups. Every rank has a copy of a lone group."""
     ranks, temporal = facts.tensor_parallel, pool.mamba_cache.temporal
     if not temporal.numel():
         return [(num_channels * ranks, num_channels)]
@@ -78,7 +78,7 @@ def _recurrences(tensor: torch.Tensor, pool: Any, facts: RankFacts) -> Iterator[
 def _states(
     pool: Any, tensor: torch.Tensor, name: str, axes: tuple[Axis, ...], spans: tuple[Span, ...]
 ) -> Iterator[Part]:
-    """Of each layer; the tensor is `[layer, slot, *axes]`."""
+    """Yield the state of each layer. The tensor is `[layer, slot, *axes]`."""
     item_bytes, strides = tensor.element_size(), tensor.stride()
     for layer, slots in zip(pool.mamba_layer_ids, tensor, strict=True):
         state = State(f"model.layers.{layer}.{name}", word_of(tensor.dtype), item_bytes, axes, False)

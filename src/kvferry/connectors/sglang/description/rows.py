@@ -66,7 +66,7 @@ def _keys_and_values(rows: Rows, facts: RankFacts) -> Iterator[Part]:
 
 def _latents(rows: Rows) -> Iterator[Part]:
     for layer, tensor in zip(rows.layers, rows.pool.kv_buffer, strict=True):
-        # The heads of a latent row are one, which is no axis.
+        # A latent row has one head, which needs no axis.
         dim = tensor.shape[-1]
         yield _part(rows, f"model.layers.{layer}.latent", tensor, (Axis("dim", dim),), (Span(0, dim),))
 
@@ -84,7 +84,7 @@ def _part(rows: Rows, name: str, tensor: torch.Tensor, axes: tuple[Axis, ...], s
 
 
 def _index_keys(rows: Rows) -> Iterator[Part]:
-    """Of a sparse-attention indexer: a page has the keys of its tokens one after another, and then their scales."""
+    """The keys of a sparse-attention indexer. A page has its tokens' keys one after another, and then their scales."""
     pool = rows.pool
     # Some versions of SGLang always have as many keys to a page as tokens, whatever a key is for.
     num_keys = int(getattr(pool, "index_page_size", pool.page_size))

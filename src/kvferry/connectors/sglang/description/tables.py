@@ -15,7 +15,7 @@ from kvferry.connectors.sglang.description.parts import Component
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """`kinds` are SGLang's `state_types`, in the order of its lists; `scheduler` is its own, for where tokens lie."""
+    """Makes block tables. `kinds` are SGLang's `state_types`, in list order. `scheduler` says where tokens lie."""
 
     described: Described
     kinds: tuple[str, ...]
@@ -23,7 +23,7 @@ class Tables:
 
     @property
     def nowhere(self) -> BlockTables:
-        """Of a request that has no pages yet."""
+        """The block tables of a request that has no pages yet."""
         return self.described.nowhere
 
     @property
@@ -33,7 +33,7 @@ class Tables:
         return len(self.described.components) == 1
 
     def of(self, pages: Sequence[int], states: Sequence[Any] | None) -> BlockTables:
-        """One table for each group: of all pages, from that of token 0 on, and of SGLang's lists."""
+        """One table for each group: the first has all pages, from that of token 0 on, the others are SGLang's lists."""
         tables = [tuple(pages)]
         for component in self.described.components[1:]:
             found = _integers((states or ())[self.kinds.index(component.kind)])
@@ -46,8 +46,8 @@ class Tables:
     def of_prompt(
         self, request: Any, num_tokens: int, pages: Sequence[int], states: Sequence[Any] | None
     ) -> BlockTables:
-        """As `of`, of a prompt that is computed here. SGLang's lists are for a reader that goes on behind its last
-        token. One that computes that token itself sees one token more of a window, which is still there."""
+        """Return the tables of a prompt that is computed here. SGLang's lists serve a reader that goes on behind the
+        last token. One that computes that token itself sees one token more of a window, which is still there."""
         tables = list(self.of(pages, states))
         for number, component in enumerate(self.described.components):
             first = max(0, num_tokens - component.window_tokens) // component.group.block_tokens
@@ -66,5 +66,5 @@ class Tables:
 
 
 def _integers(indices: Iterable[Any]) -> tuple[int, ...]:
-    """SGLang's lists are arrays, or lists of arrays."""
+    """Return the numbers in one of SGLang's lists, which is an array or a list of arrays."""
     return tuple(int(index) for each in indices for index in np.ravel(each))

@@ -23,8 +23,8 @@ _FLOAT8: Mapping[str, str] = {
 class Cache:
     """One layer's cache as vLLM registers it: its name there, its specification, its tensor `[B, H, N, C]`.
 
-    `prefix` is its engine-independent name; `num_blocks` are those of block tables, of which each may be several of
-    the tensor's.
+    `prefix` is its engine-independent name. `num_blocks` counts the blocks of block tables. One of them may be several
+    of the tensor's.
     """
 
     layer: str
@@ -40,7 +40,7 @@ class Cache:
 
     @property
     def is_draft(self) -> bool:
-        """Whether it is a speculator's."""
+        """Whether the layer is a speculator's."""
         return self.prefix.startswith(DRAFT_PREFIX)
 
     @property
@@ -49,7 +49,7 @@ class Cache:
 
     @property
     def byte_strides(self) -> tuple[int, ...]:
-        """Distances along B, H, N and C."""
+        """Distances along B, H, N and C, in bytes."""
         return tuple(step * self.tensor.element_size() for step in self.tensor.stride())
 
 
@@ -76,7 +76,7 @@ class Parts:
 
 
 def optional(parts: Parts) -> Parts:
-    """The same states, without which the engine can do."""
+    """Return the same states, marked as ones that the engine can do without."""
     made = (replace(part, state=replace(part.state, optional=True)) for part in parts.parts)
     return replace(parts, parts=tuple(made))
 
@@ -93,7 +93,7 @@ def unsupported(layer: str, spec: Any, what: str, *, found: str = "", hint: str 
 
 
 def dtype_word(dtype: torch.dtype) -> str:
-    """As PyTorch spells it."""
+    """Return the name of a data type as PyTorch spells it, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 

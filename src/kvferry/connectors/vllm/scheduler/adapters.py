@@ -41,8 +41,8 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(slots=True)
 class _Reading:
-    """Files that were seen when they had this `stamp`, and their digest, which may still be read. Who needs it waits
-    until `deadline`, which is set when somebody does."""
+    """The files of an adapter when they had this `stamp`, and their digest, which may still be under way. Whoever needs
+    it waits until `deadline`, which is set when somebody does."""
 
     stamp: Stamp
     digest: Future[str]
@@ -57,9 +57,9 @@ class AdapterFiles:
         self._readings: dict[str, _Reading] = {}
 
     def see(self, adapter: LoRARequest) -> bool:
-        """vLLM is going to load it, or is asked for it: whatever is written to its files from now on is noticed.
+        """Notice from now on whatever is written to an adapter's files: vLLM is going to load it, or is asked for it.
 
-        Whether its path is new. Files that are not there yet may be seen another time.
+        Return whether its path is new. Files that are not there yet may be seen another time.
         """
         path = adapter.lora_path
         if path in self._readings:
@@ -74,11 +74,11 @@ class AdapterFiles:
         return True
 
     def forget(self, adapter: LoRARequest) -> None:
-        """vLLM could not load what is there."""
+        """Forget the files of an adapter that vLLM could not load."""
         self._readings.pop(adapter.lora_path, None)
 
     def is_ready(self, adapter: LoRARequest) -> bool:
-        """Whether all is known of its files, or they take too long to read."""
+        """Whether nobody has to wait for its files: all is known of them, none are there, or reading takes too long."""
         self.see(adapter)
         reading = self._readings.get(adapter.lora_path)
         if reading is None or reading.digest.done():
@@ -87,8 +87,8 @@ class AdapterFiles:
         return time.monotonic() >= reading.deadline
 
     def digest(self, adapter: LoRARequest) -> str:
-        """Equal for adapters with equal files. Raises RequestError where that is not known (yet), and where files have
-        been replaced since they were seen: which of the two vLLM has loaded, and keeps blocks of, is not known."""
+        """Return a text that is equal for equal files. Raises RequestError where it is not known (yet), and where files
+        have been replaced since they were seen: which of the two vLLM has loaded, and keeps blocks of, is not known."""
         self.see(adapter)
         try:
             stamp = _stamp(_files(adapter.lora_path))
@@ -104,14 +104,14 @@ class AdapterFiles:
         return f"{digest}:{adapter.is_3d_lora_weight}"
 
     def close(self) -> None:
-        """Nothing that has not been begun is read any more."""
+        """Stop reading: files that have not been begun are not read any more."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(slots=True)
 class _Number:
-    """Stands for the adapter at `path`. `current` and `stale` are the ids of the requests that go on, with the adapter
-    and with one that had the number before."""
+    """One of vLLM's numbers, which stands for the adapter at `path`. `current` and `stale` are the ids of the requests
+    that go on, with the adapter and with one that had the number before."""
 
     path: str
     current: set[str] = field(default_factory=set)
@@ -119,7 +119,7 @@ class _Number:
 
 
 class AdapterNumbers:
-    """Hears of what is loaded, and of requests that come and go.
+    """Knows which adapter each of vLLM's numbers stands for. It hears of what is loaded, and of requests.
 
     vLLM gives an adapter that is loaded in place of another one the same number. Requests that came before go on with
     the new weights, whatever path they name, and some of their cache is of the old ones.
@@ -129,7 +129,7 @@ class AdapterNumbers:
         self._numbers: dict[int, _Number] = {}
 
     def load(self, adapter: LoRARequest) -> None:
-        """vLLM is told to load it."""
+        """Note that vLLM is told to load an adapter."""
         number = self._of(adapter)
         if number.path != adapter.lora_path:
             number.path = adapter.lora_path
@@ -137,12 +137,12 @@ class AdapterNumbers:
             number.current = set()
 
     def begin(self, request_id: str, adapter: LoRARequest) -> None:
-        """A request with it has arrived."""
+        """Note that a request with this adapter has arrived."""
         number = self._of(adapter)
         (number.current if number.path == adapter.lora_path else number.stale).add(request_id)
 
     def end(self, request_id: str, adapter: LoRARequest) -> None:
-        """A request with it has ended. Unknown ones are fine."""
+        """Note that a request with this adapter has ended. Unknown ones are fine."""
         number = self._of(adapter)
         number.current.discard(request_id)
         number.stale.discard(request_id)
@@ -158,16 +158,16 @@ class AdapterNumbers:
     def _of(self, adapter: LoRARequest) -> _Number:
         known = self._numbers
         if adapter.lora_int_id not in known and len(known) >= MAX_KNOWN:
-            # One that nobody uses, if there is any among the oldest.
+            # The oldest one that nobody uses, or else the oldest of all.
             del known[next((key for key, number in known.items() if not number.current), next(iter(known)))]
         return known.setdefault(adapter.lora_int_id, _Number(adapter.lora_path))
 
 
 class LoadListener(Protocol):
-    """Who wants to know."""
+    """An object that wants to know which adapters vLLM loads."""
 
     def loading(self, adapter: LoRARequest) -> AbstractContextManager[None]:
-        """Its files are read, if all goes well, while the context is open."""
+        """Return a context that is open while the adapter's files are read, if all goes well."""
 
 
 AddLora = Callable[["EngineCore", LoRARequest], bool]
@@ -176,10 +176,10 @@ _listeners: WeakSet[LoadListener] = WeakSet()
 
 
 def tell_of_loads(listener: LoadListener) -> None:
-    """Tell it which adapters vLLM loads, before it loads them: when its server starts or is told to, which may be long
-    before the first request. No hook of connectors does. For as long as the listener lives; in the process of vLLM's
-    engine core, while that is being made."""
-    # Only that process needs it, and has it.
+    """Tell a listener, for as long as it lives, which adapters vLLM loads, before it loads them: when its server starts
+    or is told to, which may be long before the first request. No hook of connectors does. This works in the process of
+    vLLM's engine core, while that is being made."""
+    # Imported here, since only that process needs it, and has it.
     from vllm.v1.engine.core import EngineCore
 
     _listeners.add(listener)
@@ -216,7 +216,7 @@ def _files(path: str) -> list[Path]:
 
 
 def _folder(path: str) -> Path:
-    """As vLLM resolves it, but for a repository that is not on this machine: nothing is downloaded here."""
+    """Return the folder that vLLM resolves a path to. Nothing is downloaded: a repository has to be on this machine."""
     if os.path.isabs(path) or path.startswith("~") or os.path.exists(path):
         return Path(path).expanduser()
     try:
@@ -226,5 +226,5 @@ def _folder(path: str) -> Path:
 
 
 def _stamp(files: list[Path]) -> Stamp:
-    # When an inode has changed nobody can set: whoever copies or unpacks into a file may set when it was modified.
+    # Nobody can set when an inode has changed. Whoever copies or unpacks into a file may set when it was modified.
     return tuple((status.st_ino, status.st_size, status.st_ctime_ns) for status in (file.stat() for file in files))

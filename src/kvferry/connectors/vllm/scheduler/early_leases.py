@@ -23,15 +23,15 @@ from kvferry.kv_transfer_params import room_names, room_of
 
 Blocks = tuple[list[int], ...]
 
-# Requests that are made of one come within moments.
+# Requests that vLLM makes of one come within moments of each other.
 MAX_MADE = 1024
 
 
 @dataclass(slots=True)
 class _Prefill:
-    """`num_told` of the prompt's `num_tokens` tokens are computed by the steps that have been ordered, if it
-    `has_begun`; only so many may be told step by step as are `growing`. What is in its cache has a name if it
-    `is_named`."""
+    """A promised prefill. `num_told` of the prompt's `num_tokens` tokens are computed by the steps that have been
+    ordered, if it `has_begun`. At most `growing` of them may be told step by step. What is in its cache has a name if
+    it `is_named`."""
 
     request: Request
     promise: Promise
@@ -43,8 +43,8 @@ class _Prefill:
 
 
 class Promised:
-    """By the id of the request. `tables` makes our tables of vLLM's blocks; with `may_grow` what is computed is told
-    step by step, else all of it at the end."""
+    """The promised prefills by the id of the request. `tables` makes kvferry's tables of vLLM's blocks. With `may_grow`
+    what is computed is told step by step, else all of it at the end."""
 
     def __init__(
         self, tables: Callable[[Blocks], Tables], prompts: Prompts, declined: Declined, may_grow: bool
@@ -57,14 +57,14 @@ class Promised:
         # Requests that go on without the promise that was made for them.
         self._broken: set[str] = set()
         self._made: deque[Promise] = deque(maxlen=MAX_MADE)
-        # Those whose adapters are still being read: a claim waits longer for its lease than that takes.
+        # Requests whose adapters are still being read: a claim waits longer for its lease than that takes.
         self._unread: dict[str, tuple[Request, Promise]] = {}
         self._rooms = Rooms()
 
     def begin(self, request: Request, key: str, orders: Orders) -> None:
         """Promise the cache of a request that has arrived, if our front end has said so, or if it is in a room."""
         params = request.kv_transfer_params or {}
-        # Those that are continued later get a prompt that is not known yet.
+        # A request that is continued later gets a prompt that is not known yet.
         if request.resumable or params.get("do_remote_prefill"):
             return
         promise = self._sealed(params, key) or self._in_room(request, params)
@@ -73,7 +73,7 @@ class Promised:
             self._promise_read(orders)
 
     def _sealed(self, params: Mapping[str, Any], key: str) -> Promise | None:
-        """Should several requests be made of one, the promise is the first one's, also when that has ended."""
+        """The promise in a request's parameters. Of several requests made of one, only the first ever has it."""
         promise = unsealed(params, key)
         if promise is None or promise in self._made:
             return None
@@ -81,7 +81,7 @@ class Promised:
         return promise
 
     def _in_room(self, request: Request, params: Mapping[str, Any]) -> Promise | None:
-        """What the decode engine takes its cache to be called: no answer of ours goes there."""
+        """Return the promise for a room, or None. The decode engine knows its names without being told."""
         try:
             room = room_of(params)
         except RequestError as error:
@@ -96,14 +96,14 @@ class Promised:
         return None
 
     def _promise_read(self, orders: Orders) -> None:
-        """Nobody waits in the scheduler for files that are being read."""
+        """Make the promises whose adapters have been read. The scheduler does not wait for the files of others."""
         for request, promise in list(self._unread.values()):
             if self._prompts.is_ready(request):
                 self._promise(request, promise, orders)
 
     def _promise(self, request: Request, promise: Promise, orders: Orders) -> None:
-        """Also of a prompt that has no name: the caller has, or gets, the reference, and has to be told why it is no
-        good."""
+        """Order a promise, even for a prompt that has no name: the caller has, or gets, the reference, and has to be
+        told why it is no good."""
         del self._unread[request.request_id]
         num_tokens = request.num_prompt_tokens
         order = PromiseOrder(promise.name, promise.lease_id, num_tokens)
@@ -118,7 +118,7 @@ class Promised:
         orders.promises.append(order)
 
     def step(self, output: SchedulerOutput, orders: Orders) -> None:
-        """What a step takes back, and what it computes."""
+        """Order what a step takes back, and what it computes."""
         self._promise_read(orders)
         for request_id in output.preempted_req_ids or ():
             self._break(request_id, orders)
@@ -138,7 +138,7 @@ class Promised:
                 self._grow(request_id, prefill, first + output.num_scheduled_tokens[request_id], output, orders)
 
     def _renamed(self) -> list[str]:
-        """Those whose adapter is not the one any more that was promised: it has been replaced meanwhile."""
+        """The requests whose adapter has been replaced since their cache was promised."""
         return [request_id for request_id, prefill in self._prefills.items() if not self._is_as_promised(prefill)]
 
     def _is_as_promised(self, prefill: _Prefill) -> bool:
@@ -156,14 +156,14 @@ class Promised:
             orders.growths.append(GrowthOrder(prefill.promise.name, self._tables(blocks), num_tokens))
 
     def _break(self, request_id: str, orders: Orders) -> None:
-        """vLLM takes the blocks of a request away, which will compute all of it again somewhere else."""
+        """Take a promise back: vLLM takes the blocks away and computes all again, or the adapter has been replaced."""
         prefill = self._prefills.pop(request_id, None)
         if prefill is not None:
             self._broken.add(request_id)
             orders.withdrawn.append(prefill.promise.name)
 
     def end(self, request: Request, blocks: Blocks, is_well: bool, orders: Orders) -> tuple[bool, ...]:
-        """Whether the blocks of a promised request that has ended must stay; nothing for one that was none.
+        """Whether the blocks of a promised request that has ended must stay. Empty for a request that was not promised.
 
         They stay for a moment even if the promise is taken back, since somebody may be reading them.
         """
@@ -173,7 +173,7 @@ class Promised:
         return kept
 
     def sent(self, request_ids: Iterable[str]) -> None:
-        """Their leases are over."""
+        """Note that the leases of these requests are over."""
         self._rooms.left(request_ids)
 
     def _end(self, request: Request, blocks: Blocks, is_well: bool, orders: Orders) -> tuple[bool, ...]:
@@ -199,7 +199,7 @@ class Promised:
 
 
 def _firsts(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """The scheduled requests, and how many tokens of each were there before; what was cached is."""
+    """Yield the scheduled requests, and how many tokens of each were there before, cached ones included."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     cached = output.scheduled_cached_reqs

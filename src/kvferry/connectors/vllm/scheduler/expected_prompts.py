@@ -15,7 +15,7 @@ from kvferry.http.request_fields import DecodeOnlyReason
 
 
 class Expected:
-    """By the id of the request, until its fetch has begun. vLLM asks for each of them often."""
+    """The expected prompts by the id of the request, until its fetch has begun. vLLM asks for each of them often."""
 
     def __init__(self, prompts: Prompts, declined: Declined) -> None:
         self._prompts = prompts
@@ -23,14 +23,14 @@ class Expected:
         self._found: dict[str, tuple[Prompt, ...]] = {}
 
     def prompt(self, request: Request) -> tuple[Prompt, ...]:
-        """All tokens but the last; nothing for a request whose prompt has to be computed here."""
+        """All tokens but the last, or an empty tuple for a request whose prompt has to be computed here."""
         request_id = request.request_id
         if request_id not in self._found:
             self._found[request_id] = self._look(request)
         return self._found[request_id]
 
     def forget(self, request_id: str) -> None:
-        """Unknown ones are fine."""
+        """Forget a request. Unknown ones are fine."""
         self._found.pop(request_id, None)
 
     def _look(self, request: Request) -> tuple[Prompt, ...]:

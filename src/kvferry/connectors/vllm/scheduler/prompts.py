@@ -25,7 +25,7 @@ from kvferry.connectors.vllm.scheduler.adapters import AdapterFiles, AdapterNumb
 from kvferry.errors import RequestError
 
 EMBEDDING_BYTES = 16
-# The id of a token that is an embedding; vLLM's stand-in for it is a token's.
+# The id of a token that is an embedding. vLLM's own stand-in is the id of a token.
 EMBEDDED = (1 << 32) - 1
 MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
 
@@ -56,8 +56,8 @@ def media_options(config: VllmConfig) -> str:
 
 
 class Prompts:
-    """Of one engine. Nothing is kept but what its adapters are. `adapted_modules` says what they may change here, and
-    `media_options` what becomes of media."""
+    """Names the prompts of one engine. Nothing is kept but what its adapters are. `adapted_modules` says what these may
+    change here, and `media_options` what becomes of media."""
 
     def __init__(self, media_are_identified: bool = True, adapted_modules: str = "", media_options: str = "") -> None:
         self._media_are_identified = media_are_identified
@@ -68,7 +68,7 @@ class Prompts:
 
     @contextmanager
     def loading(self, adapter: LoRARequest) -> Iterator[None]:
-        """Around vLLM's reading of an adapter's files."""
+        """A context that is open while vLLM reads an adapter's files."""
         is_new = self._adapters.see(adapter)
         try:
             yield
@@ -82,18 +82,18 @@ class Prompts:
         self._numbers.load(adapter)
 
     def begin(self, request: Request) -> None:
-        """A request has arrived, whether or not its cache is to be transferred: vLLM may load its adapter for it."""
+        """Note that a request has arrived, even if its cache is not to be transferred: vLLM may load its adapter."""
         if request.lora_request is not None:
             self._adapters.see(request.lora_request)
             self._numbers.begin(request.request_id, request.lora_request)
 
     def end(self, request: Request) -> None:
-        """It has ended. Unknown ones are fine."""
+        """Note that a request has ended. Unknown ones are fine."""
         if request.lora_request is not None:
             self._numbers.end(request.request_id, request.lora_request)
 
     def is_certain(self, request: Request) -> bool:
-        """Whether the adapter of a request with a name is still the one that it was."""
+        """Whether the adapter of a request whose prompt was named is still the one that it was."""
         try:
             return request.lora_request is None or bool(self._adapter(request.lora_request))
         except RequestError:
@@ -104,7 +104,7 @@ class Prompts:
         return request.lora_request is None or self._adapters.is_ready(request.lora_request)
 
     def of(self, request: Request, num_tokens: int) -> Prompt:
-        """Its first `num_tokens` tokens, those of its answer included, and what else their cache depends on.
+        """A request's first `num_tokens` tokens, those of its answer included, and what else their cache depends on.
 
         Raises RequestError for a prompt that another engine could not tell from another one.
         """
@@ -115,7 +115,7 @@ class Prompts:
         return Prompt.of(request.all_token_ids[:num_tokens], inputs)
 
     def close(self) -> None:
-        """No more files are read."""
+        """Stop reading the files of adapters."""
         self._adapters.close()
 
     def _inputs(self, request: Request, num_tokens: int) -> Iterator[PromptInput]:
@@ -131,7 +131,7 @@ class Prompts:
                 case ("cache_salt", str(salt)):
                     yield PromptInput("salt", salt)
                 case _:
-                    # A later vLLM may tell prompts apart by something that we have never heard of.
+                    # A later vLLM may tell prompts apart by something that kvferry does not know.
                     what = "this version of kvferry does not know an input that vLLM's prefix cache depends on"
                     raise RequestError(what, found=repr(key[0]), hint="use a kvferry that supports this vLLM")
 
@@ -158,14 +158,14 @@ class Prompts:
 
 
 def _identifier(request: Request, feature: MultiModalFeatureSpec) -> str:
-    """Without the adapter's name, which vLLM puts before it where the adapter changes what becomes of an image."""
+    """A medium's identifier without the adapter's name, which vLLM adds where the adapter changes its embedding."""
     name = request.lora_request.lora_name if request.lora_request is not None else ""
     is_adapted = feature.mm_hash is not None and feature.identifier == f"{name}:{feature.mm_hash}"
     return f"adapted:{feature.mm_hash}" if is_adapted else feature.identifier
 
 
 def prompts_of(config: VllmConfig) -> Prompts:
-    """Those of this process's engine, which hear of the adapters that it loads."""
+    """Return the `Prompts` of this process's engine, which hear of the adapters that it loads."""
     prompts = Prompts(media_are_identified(config), adapted_modules(config), media_options(config))
     tell_of_loads(prompts)
     return prompts

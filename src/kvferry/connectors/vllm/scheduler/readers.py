@@ -21,7 +21,7 @@ class Turn(Enum):
 
 @dataclass(slots=True)
 class _Readers:
-    """Those of one cache. `undecided` have no blocks yet; `fetching` is the one that fetches, empty for none."""
+    """Requests that read one cache. `undecided` have no blocks yet. `fetching` is the one that fetches, or empty."""
 
     members: set[str] = field(default_factory=set)
     undecided: set[str] = field(default_factory=set)
@@ -31,7 +31,7 @@ class _Readers:
 
 
 class Readers:
-    """By the id of the request, from its arrival to its end. Unknown ids are alone with their cache."""
+    """Which cache each request reads, by request id, from arrival to end. Unknown ids are alone with their cache."""
 
     def __init__(self) -> None:
         self._of_cache: dict[Reference, _Readers] = {}
@@ -39,42 +39,42 @@ class Readers:
         self._missing: dict[str, int] = {}
 
     def arrive(self, request_id: str, cache: Reference) -> None:
-        """A request that refers to this cache, and has no blocks yet."""
+        """Add a request that refers to this cache, and has no blocks yet."""
         self._caches[request_id] = cache
         readers = self._of_cache.setdefault(cache, _Readers())
         readers.members.add(request_id)
         readers.undecided.add(request_id)
 
     def turn(self, request_id: str, prompt: Prompt) -> Turn:
-        """What it does now. Of several prompts with one reference each tries by itself, and is told what is wrong."""
+        """What a request does now. If prompts with one reference differ, each tries alone, and hears what is wrong."""
         for readers in self._of(request_id):
             if prompt in readers.prompts:
                 return Turn.READ if readers.is_read else Turn.WAIT if readers.fetching else Turn.FETCH
         return Turn.FETCH
 
     def fetch(self, request_id: str, prompt: Prompt) -> None:
-        """It fetches."""
+        """Note that a request fetches."""
         for readers in self._of(request_id):
             readers.undecided.discard(request_id)
             if not readers.fetching:
                 readers.fetching, readers.prompts = request_id, (prompt,)
 
     def fetched(self, request_id: str) -> None:
-        """Its blocks are filled, by the fetch or, where that failed, by what vLLM computes."""
+        """Note that a request's blocks are filled, by the fetch or, where that failed, by what vLLM computes."""
         for readers in self._of(request_id):
             if readers.fetching == request_id:
                 readers.fetching, readers.is_read = "", True
 
     def found(self, request_id: str, num_missing: int) -> None:
-        """It was its turn to `READ`, and so many tokens that could have been fetched are not in the prefix cache."""
+        """Note that it was a request's turn to `READ`, and how many fetchable tokens the prefix cache does not have."""
         self._missing[request_id] = num_missing
 
     def num_missing(self, request_id: str) -> int:
-        """What it has not found of what another request has fetched."""
+        """How many tokens that another request has fetched this one has not found."""
         return self._missing.get(request_id, 0)
 
     def is_nobodys(self, request_id: str) -> bool:
-        """It fetches nothing: whether nobody else here does or will, so that the source need not keep the cache."""
+        """Whether, as this request fetches nothing, no other one here does or will: the source may drop the cache."""
         for readers in self._of(request_id):
             readers.undecided.discard(request_id)
             return not readers.undecided and not readers.fetching and not readers.is_read

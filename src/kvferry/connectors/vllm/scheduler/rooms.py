@@ -11,14 +11,14 @@ MAX_WITHDRAWN = 1024
 
 
 class Rooms:
-    """By the id of the request that is, or was, in each of them."""
+    """The names of rooms in use, by the id of the request that is, or was, in each of them."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._withdrawn: deque[str] = deque(maxlen=MAX_WITHDRAWN)
 
     def enter(self, request_id: str, name: str) -> bool:
-        """Whether nobody else is in it."""
+        """Put a request into a room, and return whether nobody else is in it."""
         if name in self._withdrawn or name in self._names.values():
             return False
         self._names[request_id] = name
@@ -28,11 +28,11 @@ class Rooms:
         return request_id in self._names
 
     def withdrawn(self, request_id: str) -> None:
-        """The lease was taken back: of its end nothing more is heard."""
+        """Note that a lease was taken back, and that nothing more will be heard of its end."""
         if request_id in self._names:
             self._withdrawn.append(self._names.pop(request_id))
 
     def left(self, request_ids: Iterable[str]) -> None:
-        """All ranks say that the leases of these are over. Unknown ones are fine."""
+        """Note that all ranks say that the leases of these requests are over. Unknown ones are fine."""
         for request_id in request_ids:
             self._names.pop(request_id, None)

@@ -29,11 +29,11 @@ class Source:
 
 
 class EarlyPrefills:
-    """By the agents' name of a request; what vLLM is told of each is in `open_requests`. `layer_ends` are those of
-    `Described` where layers are told of one by one.
+    """The early prefills by the agents' name of a request. What vLLM is told of each is in `open_requests`.
+    `layer_ends` are those of `Described` where layers are told of one by one.
 
     What a step computes is told when the next one begins, and not before the device has done it: only then has
-    everything been written that belongs to the step, a speculator's layers too. Of single states it may be told in the
+    everything been written that belongs to the step, a speculator's layers too. Single states may be told of in the
     middle of the step.
     """
 
@@ -58,15 +58,15 @@ class EarlyPrefills:
         try:
             self._agent.lease(wanted)
         except RequestError as error:
-            # The lease before it in its room is not over for the agent.
+            # For the agent, the lease before this one in the same room is not over.
             logger.warning("%s: its cache is not offered: %s", order.name, error)
             self._open.forget(order.name)
             return
         self._num_before[order.name] = 0
 
     def step(self, growths: Sequence[GrowthOrder]) -> None:
-        """A step begins; all that the steps before it compute has been begun. Where groups count differently nothing is
-        told before the end: what is there of one would be taken for what is there of another."""
+        """Begin a step. All that the steps before it compute has been begun. Where groups count tokens differently,
+        nothing is told before the end: the count of one group would be taken for that of another."""
         self._layers.begin()
         if self._computing:
             self._reports.give(partial(self._report, self._computing))
@@ -80,18 +80,18 @@ class EarlyPrefills:
         self.look()
 
     def layer_ended(self, layer: str) -> None:
-        """In the middle of a step: what a layer keeps of all its tokens has been written, as the device gets on."""
+        """Note, in the middle of a step, that a layer has ended: its states are written when the device gets there."""
         if (num_states := self._layers.ended(layer)) and self._computing:
             ahead = [self._ahead(grown, num_states) for grown in self._computing]
             self._reports.give(partial(self._report, ahead))
 
     def look(self) -> None:
-        """The device may have got on."""
+        """Tell the agent what the device has done by now."""
         self._reports.look()
 
     def withdraw(self, names: Sequence[str]) -> None:
-        """Their blocks are going to be others' now. The agent hears of it before whoever reads them can say that it
-        has read them after this."""
+        """Withdraw leases whose blocks are going to be given to others. The agent hears of it before whoever reads them
+        can say that it has read them after this."""
         for name in names:
             self._num_before.pop(name, None)
             if self._open.forget(name):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# As many as a source cuts a model into: more often there is nothing to send.
+# A source cuts a model into as many pieces: if it is told more often, it has nothing to send.
 NUM_WORDS = 8
 
 
 class LayerProgress:
-    """Of one step at a time. `ends` has for each layer, in the order of the layout, the number of states up to its own:
-    none where nobody wants to know."""
+    """How far one step at a time is. `ends` has for each layer, in the order of the layout, the number of states up to
+    its own. It is empty where nobody wants to know."""
 
     def __init__(self, ends: Mapping[str, int]) -> None:
         self._ends = ends
@@ -20,12 +20,12 @@ class LayerProgress:
         self._num_told = 0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._ended.clear()
         self._num_told = 0
 
     def ended(self, layer: str) -> int:
-        """A layer has ended: how many of the first states are there; 0 while that is hardly more than before.
+        """Note that a layer has ended. Return how many of the first states are there, 0 while that is hardly a change.
 
         Layers that end in another order than that of the layout count when those before them have ended.
         """

@@ -1,4 +1,4 @@
-"""What the agent owes vLLM a word about, and what it has said.
+"""The requests that vLLM still has to be told of, and what the agent has said of them.
 
 vLLM is told of every request exactly once: an id that it does not expect ends the engine.
 """
@@ -38,21 +38,21 @@ class OpenRequests:
         self._met: set[tuple[str, str]] = set()
 
     def lease(self, order: LeaseOrder) -> str:
-        """Expect the end of a lease; the agent's name for the request."""
+        """Expect the end of a lease. Return the agent's name for the request."""
         name = agent_name(order.request_id)
         self._leased[name] = order
         return name
 
     def promise(self, order: PromiseOrder) -> None:
-        """There is a lease of which vLLM hears nothing before its request has ended."""
+        """Note a lease of which vLLM hears nothing before its request has ended."""
         self._promised[order.name] = order.lease_id
 
     def begun(self, names: Sequence[str]) -> None:
-        """What was promised to these callers is being computed."""
+        """Note that what was promised to these callers is being computed."""
         self._stats.begun(names)
 
     def end(self, order: EndOrder) -> bool:
-        """A promised request has ended: from now on the end of its lease is expected, if it is still to come."""
+        """Expect from now on the end of an ended request's lease. Return whether that end is still to come."""
         if order.name in self._promised:
             lease_id = self._promised.pop(order.name)
             self._leased[order.name] = LeaseOrder(order.request_id, lease_id, order.block_tables, order.num_tokens)
@@ -61,17 +61,17 @@ class OpenRequests:
         return False
 
     def forget(self, name: str) -> bool:
-        """vLLM has taken back what was promised, and wants to hear nothing of it; whether there was a lease."""
+        """Drop a promise that vLLM has taken back, and wants to hear nothing of. Return whether there was a lease."""
         return bool(self._promised.pop(name, ""))
 
     def fetch(self, order: FetchOrder) -> str:
-        """Expect the end of a fetch; the agent's name for the request."""
+        """Expect the end of a fetch. Return the agent's name for the request."""
         name = agent_name(order.request_id)
         self._fetching[name] = order
         return name
 
     def refuse(self, order: FetchOrder, reason: str, why: str) -> None:
-        """A fetch that could not even be begun has failed."""
+        """Note that a fetch that could not even be begun has failed."""
         self._fetching.pop(agent_name(order.request_id), None)
         if order.is_waited_for:
             self._warn(order, reason, why)
@@ -90,11 +90,11 @@ class OpenRequests:
 
     @property
     def leases(self) -> list[tuple[str, str]]:
-        """All that are expected to end: the agent's names for their requests, and their ids."""
+        """All leases that are expected to end: the agent's names for their requests, and their ids."""
         return [*((name, order.lease_id) for name, order in self._leased.items()), *self._promised.items()]
 
     def leases_of(self, names: Collection[str]) -> list[tuple[str, str]]:
-        """The leases of requests that callers have named so: the agent's names for these, and the leases' ids."""
+        """The leases of requests that callers gave these names: the agent's names for these, and the leases' ids."""
         return [
             (known, order.lease_id)
             for known, order in self._leased.items()
@@ -121,7 +121,7 @@ class OpenRequests:
         return stats
 
     def note(self, notice: Notice) -> None:
-        """Take down what the agent says; its last word is `stopped`."""
+        """Take down what the agent says. That it has stopped is told to `stopped`."""
         match notice:
             case Fetched(name, report):
                 self._fetched(name, report)
@@ -160,7 +160,7 @@ class OpenRequests:
             )
 
     def _note_failure(self, name: str, error: TransferError) -> None:
-        """That a source could not be told of the end of a request is no news: it has, or its lease will, run out."""
+        """Note a failed fetch. A source that cannot be told of a request's end is no news: its lease runs out."""
         self._failed.add(name)
         order = self._fetching.get(name)
         if order is not None and order.is_waited_for:
@@ -186,8 +186,8 @@ class OpenRequests:
             self._lost.append(order)
 
     def stopped(self, written: Collection[str]) -> None:
-        """The agent has: everything that is open ends here, but for those (the agent's names) to whose blocks a source
-        may go on writing. vLLM hears nothing of them, and so gives their blocks to nobody."""
+        """Note that the agent has stopped. Everything that is open ends here, except what is `written` (the agent's
+        names): a source may go on writing to its blocks. vLLM hears nothing of it, and gives those blocks to nobody."""
         self.has_stopped = True
         for name in [name for name in self._fetching if name in written]:
             order = self._fetching.pop(name)

@@ -89,8 +89,8 @@ class Worker:
         self._is_idle = False
         self._moved = Moved()
         self._lookups = self._no_lookups()
-        # A step may bring a lease later than vLLM's client brings its end. Of one that was withdrawn only the next step
-        # does: what a later one brings is of another request, whose caller has used the name again.
+        # A step may bring a lease after vLLM's client has brought its end. For a withdrawn name only the next step does
+        # so: what a later one brings is of another request, whose caller has used the name again.
         self._released: deque[tuple[str, str]] = deque(maxlen=MAX_EARLY_RELEASES)
         self._withdrawn_names: deque[str] = deque(maxlen=MAX_EARLY_RELEASES)
 
@@ -181,7 +181,7 @@ class Worker:
                 ours.deferred.give(partial(ours.agent.abort, agent_name(request_id)))
 
     def layer_ended(self, layer: str) -> None:
-        """In the forward pass: a layer has done all its work, or the device has been told to."""
+        """Note, in the forward pass, that a layer has done all its work, or that the device has been told to do it."""
         for ours in self._started:
             ours.early_prefills.layer_ended(layer)
 
@@ -241,7 +241,7 @@ class Worker:
         ours.deferred.give(partial(ours.agent.fetch, wanted))
 
     def _is_over(self) -> bool:
-        # Its last word comes a moment before its end.
+        # `AgentStopped` comes a moment before the agent has ended.
         return self._open.has_stopped or not self._ours().agent.alive
 
     # --- asked by vLLM's API server ---
@@ -262,7 +262,7 @@ class Worker:
         }
 
     def release(self, reference: Reference) -> str:
-        """End a lease that nobody will read: `released`, or the reason why there is none.
+        """End a lease that nobody will read. Return `released`, or the reason why there is none.
 
         vLLM hears of its end as of any other's: `LeaseEnded` follows.
         """
@@ -282,10 +282,10 @@ class Worker:
         return RELEASED
 
     def withdraw_leases(self, names: Sequence[str]) -> bool:
-        """End the leases of the requests that callers have named so, whose answers nobody has got: nobody can release
+        """End the leases of requests that callers gave these names and whose answers nobody has got: nobody can release
         them.
 
-        Whether there was one. A request may have ended after the last step: then the next one brings its lease.
+        Return whether there was one. A request may have ended after the last step: then the next one brings its lease.
         """
         self._withdrawn_names.extend(names)
         found = self._open.leases_of(frozenset(names))
@@ -320,7 +320,7 @@ class Worker:
         return self._open.take_results()
 
     def failed_blocks(self) -> set[int]:
-        """The blocks of fetches that have failed, where vLLM is told of these: its caches are one group there."""
+        """The blocks of fetches that have failed, for a vLLM that is told of blocks: its caches are one group then."""
         lost = self._open.take_lost()
         size = block_tokens(self._config, self._kv_cache_config) if lost else 1
         return {block for order in lost for block in failed_blocks(order.block_tables, order.ranges[0].first, size)}
@@ -352,5 +352,5 @@ class Worker:
 
 
 def _without_replica(engine_id: str) -> str:
-    """vLLM adds a number to the name of each replica of data parallelism."""
+    """Return an engine's name without the number that vLLM adds for each replica of data parallelism."""
     return re.sub(r"_dp\d+$", "", engine_id)

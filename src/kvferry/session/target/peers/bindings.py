@@ -25,10 +25,10 @@ A_PROMPT = TokenRange(0, 4096)
 
 @dataclass(frozen=True, eq=False)
 class InboundRoute:
-    """From the ranks of a source engine to this target rank, whatever their addresses: equal engines share it.
+    """The route from a source engine's ranks to this target rank, whatever their addresses: equal engines share it.
 
-    By source rank, `templates` is what can be digested of each, and `fan_in` how many times as much comes from all of
-    them as from each.
+    For each source rank, `templates` says what can be digested of it, and `fan_in` how many times as much comes from
+    all of them as from this one.
     """
 
     route: Route
@@ -51,7 +51,7 @@ class Binding:
     unreadable: str
 
     def verified_by(self, policy: DigestPolicy) -> str:
-        """What is said of how a fetch was verified."""
+        """How a fetch was verified, as its report says it."""
         return "unreadable" if self.unreadable and policy is not DigestPolicy.OFF else str(policy)
 
     def subject(self, peer: PeerKey, request: FetchRequest, policy: DigestPolicy) -> Subject:
@@ -79,7 +79,7 @@ class Bindings:
         self._layouts = layouts
         self._rank = rank
         self._known: dict[tuple[PeerKey, ...], Binding] = {}
-        # By what their layouts are called.
+        # Inbound routes by the fingerprints of the source ranks' layouts.
         self._inbound: WeakValueDictionary[tuple[str, ...], InboundRoute] = WeakValueDictionary()
 
     def to(self, peers: tuple[PeerKey, ...], handshakes: Handshakes) -> Binding:
@@ -120,7 +120,7 @@ class Bindings:
 
 
 def _fan_in(programs: Mapping[int, Program], num_groups: int) -> dict[int, float]:
-    """In a prompt of some length; a rank from which nothing comes has no price."""
+    """How many times as much of `A_PROMPT` comes from all source ranks as from each; 1 where nothing comes from it."""
     shares = {source: volume(program, (A_PROMPT,) * num_groups)[1] for source, program in programs.items()}
     return {source: sum(shares.values()) / share if share else 1.0 for source, share in shares.items()}
 

@@ -32,10 +32,10 @@ class TargetIdentity:
     """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them.
 
     `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes, and
-    `staging` whether they may go through staging memory. For sources that write are `transports`, `probe` and
-    `staging_descriptor`, which is what a process of this host needs to attach our staging memory, empty where none can.
-    With `may_switch_direction` a source that is far slower to read from than to be written by writes instead, and one
-    that can write while we read writes a share.
+    `staging` whether they may go through staging memory. `transports`, `probe` and `staging_descriptor` are for sources
+    that write; the last is what a process of this host needs to attach our staging memory, empty where none can. With
+    `may_switch_direction` a source that is far slower to read from than to be written by writes instead, and one that
+    can write while we read writes a share.
     """
 
     party: m.Party
@@ -60,7 +60,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """A peer from which what waits can be claimed now."""
+    """A peer that is ready: fetches that wait can claim from it now."""
 
     peer: PeerKey
 
@@ -76,7 +76,7 @@ class Handshakes:
         self._ours = ours
         self._timing = timing
         self._peers: dict[PeerKey, Peer] = {}
-        # Those whose handshake is not over, and some that have just become ready: of a thousand peers few.
+        # The peers whose handshake is not over, and some that have just become ready: few of a thousand.
         self._meeting: dict[PeerKey, Peer] = {}
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class Handshakes:
 
     @property
     def meeting(self) -> tuple[Peer, ...]:
-        """Those that are not ready."""
+        """The peers that are not ready."""
         self._meeting = {key: peer for key, peer in self._meeting.items() if not peer.ready}
         return tuple(self._meeting.values())
 
@@ -108,7 +108,7 @@ class Handshakes:
         yield from self._ask(peer)
 
     def forget(self, key: PeerKey) -> None:
-        """The next `greet` begins a new handshake. Unknown peers are ignored."""
+        """Forget a peer: the next `greet` begins a new handshake. Unknown peers are ignored."""
         self._peers.pop(key, None)
         self._meeting.pop(key, None)
 
@@ -238,7 +238,7 @@ class Handshakes:
 
 
 def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:
-    """Another start of the same engine, or another engine at the same address: some have a new id at every start."""
+    """Whether `newer` is a new start of the same engine, or at the same address: some have a new id at every start."""
     restarted = older.engine_id == newer.engine_id and older.epoch != newer.epoch
     return restarted or (older.address == newer.address and older != newer)
 

@@ -70,7 +70,7 @@ LEASED = (ReadState.MOVING, *ASKING)
 
 
 def _movers(mode: TransferMode) -> set[Direction]:
-    """Whose tickets bring a read's bytes directly into their blocks."""
+    """The directions of the tickets that bring a read's bytes directly into their blocks."""
     theirs = {Direction.WRITE} if mode.writes_to_blocks else set()
     return theirs | ({Direction.READ} if mode.direction is Direction.READ else set())
 
@@ -109,13 +109,13 @@ class Read:
 
     @classmethod
     def started(cls, name: str, mode: TransferMode, subject: Subject, now: float) -> Read:
-        """One that is about to be claimed. A source that writes to blocks may do so from that moment on."""
+        """A read that is about to be claimed. A source that writes to blocks may do so from that moment on."""
         first = ReadState.EXPOSED if mode.writes_to_blocks else ReadState.CLAIMING
         return cls(StateMachine(name, READ_TABLE, first), now, mode, mode.strategy, _movers(mode), subject=subject)
 
     @property
     def direction(self) -> Direction:
-        """That of the claim. A source that writes everything confirms it unasked; others are asked with `Landed`."""
+        """The claim's direction. A source that writes everything confirms that unasked; `Landed` asks others."""
         return self.mode.direction
 
     @property
@@ -135,7 +135,7 @@ class Read:
         return self.state in OPEN
 
     def is_stalled(self, now: float, limit_s: float) -> bool:
-        """Whether bytes are waited for, and for so long none have come, nor had a reason to wait."""
+        """Whether bytes are awaited, and for `limit_s` none have come and there was no reason to wait."""
         return self.state is ReadState.MOVING and now - max(self.granted_at, self.moved_at) > limit_s
 
     @property
@@ -228,7 +228,7 @@ class Fetch:
         return any(read.is_open for read in self.reads.values())
 
     def overdue(self, timing: Timing, now: float) -> tuple[TransferError, ...]:
-        """Why it has taken too long; empty while it has not. Progress of one read is no reason to wait for another."""
+        """Why it takes too long; empty while it does not. Progress of one read is no reason to wait for another."""
         if self.failed:
             return ()
         limit_s = timing.handshake_s + timing.transfer_s
@@ -266,7 +266,7 @@ def is_needed(peer: PeerKey, fetches: Mapping[str, Fetch]) -> bool:
 
 
 def needed_peers(fetches: Mapping[str, Fetch]) -> list[PeerKey]:
-    """All of them, each once."""
+    """All sources that a read needs to be alive, each once."""
     reads = (item for fetch in fetches.values() for item in fetch.reads.items())
     return list(dict.fromkeys(key for key, read in reads if read.state in WAITING))
 

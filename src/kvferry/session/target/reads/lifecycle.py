@@ -45,7 +45,7 @@ from kvferry.wire.messages import Claim, Grant, Packed, Queued, Reason, Written
 
 
 class Reads:
-    """Of the fetches of one rank. `fetches` is the session's own record of them; one that is over leaves it."""
+    """The reads of all fetches of one rank. `fetches` is the session's own record; a fetch that is over leaves it."""
 
     def __init__(self, ours: TargetIdentity, peers: Handshakes, fetches: dict[str, Fetch], timing: Timing) -> None:
         self._ours = ours.party
@@ -115,7 +115,7 @@ class Reads:
         return mode
 
     def _claim_of(self, fetch: Fetch, key: PeerKey) -> Claim:
-        """A source that writes has to know where; one that packs, how large the slots are."""
+        """The claim on one source. A source that writes is told where; one that packs, how large the slots are."""
         request, read, mode = fetch.request, fetch.reads[key], fetch.reads[key].mode
         readers = self.bindings.to(fetch.peers, self._peers).readers_of(key)
         names = self._ours, request.claim_id, request.reference
@@ -218,7 +218,7 @@ class Reads:
         yield from ()
 
     def moved(self, event: PeerMoved, now: float) -> Iterator[Step]:
-        """Bytes of direct reads come, or of reads that theirs wait for: none of them is given up before `hold_s`."""
+        """Note that bytes of direct reads come, or of reads before them: none is given up before `hold_s`."""
         if isinstance(event.peer, PeerKey):
             for fetch in self._fetches.values():
                 read = fetch.reads.get(event.peer)
@@ -239,7 +239,7 @@ class Reads:
                     yield from self.verifier.landed(fetch, peer.key, now)
 
     def ticket_ended(self, fetch: Fetch, key: PeerKey, error: str, now: float) -> Iterator[Step]:
-        """A ticket of ours."""
+        """Go on with a read whose ticket, posted by this rank, has ended."""
         if error:
             yield FetchBroken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
         elif not fetch.reads[key].movers:
@@ -285,7 +285,7 @@ class Reads:
 
 
 def _costs(peer: Peer, binding: Binding, *, may_share: bool) -> Costs:
-    """What a source costs, beside the others of a fetch."""
+    """The costs of a source, beside the other sources of a fetch."""
     fans = binding.fan_in(peer.key), len(binding.readers_of(peer.key))
     return beside(peer.costs, fans, peer.direction, may_share)
 

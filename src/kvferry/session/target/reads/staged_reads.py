@@ -16,7 +16,7 @@ from kvferry.wire.messages import Grant, Packed, Party, Reason
 
 
 class StagedReads:
-    """Those of one rank. `land` continues with a read whose bytes are all in their blocks."""
+    """The reads of one rank that are staged. `land` continues with a read whose bytes are all in their blocks."""
 
     def __init__(
         self, ours: Party, fetches: dict[str, Fetch], land: Callable[[Fetch, PeerKey, float], Iterator[Step]]
