@@ -15,7 +15,7 @@ from kvferry.transport.registered_memory import Offsets
 SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 """Programs are compiled for so many units; other numbers are several calls, of which the last may be padded."""
 MIN_BYTES, MAX_BYTES = 64 << 10, 32 << 20
-"""A call that is padded to the first costs next to nothing. More than the second is moved only where one unit is larger."""
+"""A call that is padded to the first costs next to nothing. Only one unit may be more than the second."""
 
 MAX_UNITS = (1 << 31) - 1
 """Programs number units in 32 bits."""
