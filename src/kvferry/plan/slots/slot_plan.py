@@ -24,8 +24,8 @@ from kvferry.plan.slots.packed_slots import packed
 from kvferry.plan.strategy.strategies import Side, Stages, Strategy, staged
 
 MAX_SLOTS = 1 << 10
-"""The most slots of one stretch. A single block, or state, that needs more slots than this is not worth staging; a peer says how large
-slots are, and each is a record here, which takes time to make."""
+"""The most slots of one stretch. A single block, or state, that needs more slots than this is not worth staging; a
+peer says how large slots are, and each is a record here, which takes time to make."""
 
 
 TOGETHER = 16
