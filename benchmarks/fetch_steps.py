@@ -4,8 +4,9 @@
 
 Prints JSON: the median milliseconds of each step, by transport, of one fetch after another between agents that have
 met: 256 tokens in long rows, read directly, 2 ranks to 2. Beside them vLLM's rows over NIXL, as a list that lies
-ready. What travels is encoded, sent, received and decoded, and wakes a thread up. The clock is put around the
-sessions and the loop by this benchmark (`fetch_marks.py`), which costs each step some microseconds.
+ready, and two messages that are answered at once. What travels is encoded, sent, received and decoded, and wakes a
+thread up. The clock is put around the sessions and the loop by this benchmark (`fetch_marks.py`), which costs each
+step some microseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from collections import defaultdict
 from typing import Any
 
-from fetch_marks import Mark, record
+from fetch_marks import Mark, RoundTrips, record
 from measuring import machine, say
 from mixed_tp_cases import Request, Rig
 from mixed_tp_target import Target
@@ -60,6 +61,7 @@ def measure(transport: str, num_tokens: int, repeats: int) -> dict[str, Any]:
     try:
         (source,) = [target.sources[rank] for rank in target.rig.readable]
         source.ask("record")
+        trips = RoundTrips(source.ask("echo"))
         target.choose(Request(num_tokens, "random"), target.source_memories())
         times: dict[str, list[float]] = defaultdict(list)
         for number in range(repeats + WARM_UP):
@@ -67,11 +69,13 @@ def measure(transport: str, num_tokens: int, repeats: int) -> dict[str, Any]:
             elapsed, _, began = target.timed_fetch(AGENT)
             marks = {"target": list(here), "source": [(name, at) for name, at in source.ask("marks")]}
             times["vLLM's rows over NIXL"].append(target.read_by_block())
+            times["two messages and their answers over ZeroMQ"].append(trips.seconds())
             times["whole"].append(elapsed)
             for words, seconds in steps_of(began, began + elapsed, marks).items():
                 times[words].append(seconds)
             if number == WARM_UP - 1:
                 times.clear()
+        trips.close()
     finally:
         target.close()
     return {words: round(statistics.median(values) * 1e3, 3) for words, values in times.items()}

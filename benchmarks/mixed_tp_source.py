@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from fetch_marks import Mark, record
+from fetch_marks import Echo, Mark, record
 from mixed_tp_alone import Alone
 from mixed_tp_cases import Request, Rig, pattern
 from mixed_tp_nixl import PROGRESS_S, PlainNixl, Prepared
@@ -124,6 +124,10 @@ class Served:
     def record(self) -> None:
         """Note from now on what the agent's thread does."""
         self._marks = record()
+
+    def echo(self) -> int:
+        """Answer messages on this port of the host from now on."""
+        return Echo().port
 
     def marks(self) -> list[Mark]:
         """What it has done since the last question."""

@@ -90,7 +90,7 @@ def _launcher(device: torch.device) -> Launcher:
 
 
 def cache_device(device: torch.device, buffer_device: str, staging: StagingMemory = StagingMemory.HOST) -> CacheDevice:
-    """Describe the device that caches lie on. `buffer_device` is the device whose memory transports register, as torch
+    """The device that caches lie on. `buffer_device` is the device whose memory transports register, as torch
     calls it or as kvferry does: the same, or `cpu`.
 
     Raises ConfigurationError for what does not go together, and for a device that nothing here can copy on.

@@ -15,7 +15,7 @@ MAX_TEXT = 2048
 
 
 def _cut(text: str) -> str:
-    """Shorten text that may come from users and peers: nobody reads more, and a refusal on the wire holds no more."""
+    """The start of a text that users or peers may send: nobody reads more, and no refusal on the wire holds more."""
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 

@@ -17,6 +17,7 @@ SMALLEST = [
     "device_pair.py --repeats 1 --device cpu --pairs 2-1 --formats token-major --tokens 256",
     "digest.py --repeats 1",
     "early_decode.py --tokens 64 --repeats 1 --step token=0.1ms,step=2ms",
+    "fetch_steps.py --repeats 1 --transports shm",
     "goodput.py --rates 4 --requests 2 --step token=1ms,step=2ms,sequence=0.1ms,overlap=0 --chunks 200",
     "goodput_search.py --tokens-ms 2.4 --steps-ms 48 --overlaps 0",
     "layer_wise.py --repeats 1 --step-ms 5",
@@ -33,6 +34,7 @@ SMALLEST = [
     "staging.py --mebibytes 1 --repeats 1 --row-bytes 256",
     "staging_index.py --repeats 1",
     "transports.py --mebibytes 1 --repeats 1",
+    "ucx_settings.py --rounds 1 --mebibytes 1",
 ]
 # Those of real vLLM and SGLang servers run in an environment of their own, draw_mixed_tp.py draws what is there, and
 # staging_device.py is tested with the kernels (tests/staging), where Triton is.

@@ -126,7 +126,7 @@ class AsyncAgent:
         return settled.report
 
     def _let_go(self, request_id: str, future: asyncio.Future[_Settled]) -> None:
-        """Abort a fetch whose caller is gone, or release its blocks if it has succeeded: no notice follows that."""
+        """Abort a fetch whose caller is gone, or release its blocks if it has succeeded: no notice follows success."""
         if future.done() and not future.cancelled() and isinstance(future.result(), Fetched):
             self._released(BlocksReleased(request_id))
         else:

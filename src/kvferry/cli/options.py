@@ -156,7 +156,7 @@ def _record_of(record: Any, given: dict[str, Any]) -> Any:
 
 
 def context_of(words: Sequence[str], command: Callable[..., None]) -> typer.Context:
-    """Parse the words of a command line, and run nothing. Raises ConfigurationError as the command would."""
+    """The context that a command line's words give; nothing is run. Raises ConfigurationError as the command would."""
     app = typer.Typer(add_completion=False, context_settings={"help_option_names": []})
     app.command(context_settings={"allow_extra_args": True})(command)
     try:

@@ -14,7 +14,7 @@ SWITCH_S = 0.0001
 
 
 def timing_of(lease_s: float, early_claim_s: float = Timing().early_claim_s) -> Timing:
-    """The timing for leases of `lease_s` seconds. A claim waits `early_claim_s` until its source knows the lease."""
+    """The timing for leases of `lease_s` seconds. A claim waits `early_claim_s` for its source to know the lease."""
     return Timing(
         lease_s=lease_s, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS, early_claim_s=early_claim_s
     )

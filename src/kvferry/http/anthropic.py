@@ -14,7 +14,7 @@ TYPES = {
     "request_too_large": "request_too_large",
     SERVER_ERROR: "api_error",
 }
-"""Anthropic's type of an error by our code, or else by OpenAI's type, where the two APIs differ."""
+"""Anthropic's type of an error by kvferry's code, or else by OpenAI's type, where the two APIs differ."""
 
 
 def error_for(path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:

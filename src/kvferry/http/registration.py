@@ -38,7 +38,7 @@ class Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decode_announcement(body: bytes) -> Announcement:
-    """Decode the body of an announcement. Raises RequestError."""
+    """The announcement in a body. Raises RequestError."""
     try:
         return msgspec.json.decode(body, type=Announcement)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -66,7 +66,7 @@ class EngineUnderTest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of two blocks and a part of a third, or fewer where a cache group or a state's window has no more."""
+        """How many tokens are used: two blocks and a bit of a third, or fewer if a cache group or a window has less."""
         groups, states = self.layout.groups, self.layout.states
         blocks = [group.block_tokens * self._ratio(number) for number, group in enumerate(groups)]
         most = [
@@ -85,7 +85,7 @@ class EngineUnderTest:
 
     @property
     def tables(self) -> tuple[tuple[int, ...], ...]:
-        """A block table for each cache group, in falling order. Groups that share a pool take other parts of it."""
+        """A table of falling block numbers for each cache group. Groups that share a pool take different parts."""
         groups = self.layout.groups
         ends = [group.num_blocks * (index + 1) // len(groups) for index, group in enumerate(groups)]
         needed = [-(-self.num_tokens // group.block_tokens) for group in groups]

@@ -90,7 +90,7 @@ class Regions:
         return cls(address, size, ordered, is_in_place)
 
     def with_view(self, view: View) -> Regions:
-        """These regions and one at the address of a view. Raises TransportError when they overlap."""
+        """These regions and one more, at the address of a view. Raises TransportError when they overlap."""
         extents = [*zip(self.address.tolist(), self.size_bytes.tolist(), strict=True), (_address_of(view), view.size)]
         return Regions.of(extents, (*self.views, view))
 

@@ -82,7 +82,7 @@ class LimitedListener:
         self._pause(len(self._open) >= self._max_connections)
 
     def leave_to_parent(self) -> None:
-        """Close the listener in a forked child: only the parent listens, and whoever connects must notice its end."""
+        """Close the listener in a forked child: only the parent listens, and peers must notice when it ends."""
         with suppress(OSError):
             if self._listener.fileno() >= 0 and os.path.sameopenfile(self._listener.fileno(), self._shared_fd):
                 os.close(self._shared_fd)

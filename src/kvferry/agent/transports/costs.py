@@ -16,8 +16,8 @@ LEAST_ROW_S = 1e-9
 # On one host a gather is a copy in memory, like a transfer. Measured as a factor, on 2 cores over NIXL's cma.
 GATHER_PER_WIRE = 1.2
 # A row takes about as long as copying so many bytes: the least, the most. A page of the other process has to be found,
-# and NIXL makes a system call for each. From benchmarks/mixed_tp.py, 2 to 4, direct and wire: 3.4 KB in ours, 13 in
-# NIXL's. A self-test beside busy engines can say that a row costs nothing.
+# and NIXL makes a system call for each. From benchmarks/mixed_tp.py, 2 to 4, direct and wire: 3.4 KB in kvferry's cma,
+# 13 in NIXL's. A self-test beside busy engines can say that a row costs nothing.
 COPIED_PER_ROW = {"cma": (2.5e3, 8e3), "cma/memory": (4e3, 24e3)}
 # Two cores that copy get on like one and a half: they share the memory.
 STAGES_PER_CORE = 0.75
@@ -26,7 +26,7 @@ STAGES_PER_CORE = 0.75
 SHARING_S = 1e-3
 # Carriers for which the posting process copies with its own processor: both sides can do so at once.
 COPYING = ("cma", "knem", "posix", "shm", "sysv", "xpmem")
-# The carrier that copies rows with the loops of gathers and scatters, so that a row costs the same in each of them.
+# The carrier that copies rows with the loops of gathers and scatters, so that a row costs the same over it as in them.
 STRIDED = "shm"
 # A self-test moves host memory. A row of device memory takes this long over cuda_ipc, with 1.5 KiB as with 24, and each
 # slot of a packed read this long beside its bytes: both fitted on an H200 (benchmarks/device_pair.py).

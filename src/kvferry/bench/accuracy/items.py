@@ -31,7 +31,7 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_items(lines: Iterable[str]) -> tuple[Item, ...]:
-    """Read prompts, one JSON object a line. Raises ConfigurationError that names the line."""
+    """The prompts in lines of JSON, one object each. Raises ConfigurationError that names the line."""
     items: list[Item] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

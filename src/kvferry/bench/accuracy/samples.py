@@ -48,12 +48,12 @@ Samples = Mapping[Place, Sample]
 
 
 def read_samples(task: str, lines: Iterable[str], salt: str) -> dict[Place, Sample]:
-    """Read one samples file (`samples_<task>_<date>.jsonl`). Raises ConfigurationError for a file of another kind, and
+    """The samples of a file (`samples_<task>_<date>.jsonl`). Raises ConfigurationError for a file of another kind, and
     where a request was sent without our `cache_salt` and temperature, as by tasks that make their own."""
     found = {}
     for number, text in enumerate(lines, 1):
         try:
-            # What lm-eval writes may have NaN in it, which msgspec refuses.
+            # What lm-eval writes may have NaN or Infinity in it, which msgspec refuses.
             fields = json.loads(text)
             line = msgspec.convert(fields, Line)
         except ValueError as error:

@@ -22,7 +22,7 @@ TIMES = (
 
 
 def show(reports: Sequence[Report], attainment: float) -> None:
-    """Print one run in full, or a row for each of several and, with limits, the rates at which they were met best."""
+    """Print one run in full, or a row for each and, with limits, the highest rate within them and the best goodput."""
     out = Console(highlight=False, markup=False)
     if len(reports) == 1:
         out.print(_times(reports[0]))

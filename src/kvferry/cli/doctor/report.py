@@ -134,7 +134,7 @@ def _devices(options: DoctorOptions) -> tuple[str, str, list[tuple[str, str, str
 
 
 def _missing(device: str) -> Iterator[Finding]:
-    """Warn where the report is for a kind of device that this machine does not have."""
+    """A warning where the report is for a kind of device that this machine does not have."""
     if device in KINDS and device not in {each.kind for each in accelerators()}:
         what = f"this machine has no {device} device; the report describes a machine that has one"
         hint = "omit --device to check the devices of this machine"

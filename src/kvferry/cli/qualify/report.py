@@ -99,7 +99,7 @@ def _kind(wanted: str) -> str:
 
 
 def _found_here() -> str:
-    """The device that a child process finds: this one loads no such library. Raises ConfigurationError if it fails."""
+    """The device that a child process finds, which loads libraries for it. Raises ConfigurationError if it fails."""
     command = [sys.executable, "-m", FIND]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=FIND_S, check=True)

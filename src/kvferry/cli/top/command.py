@@ -13,7 +13,7 @@ from kvferry.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class TopOptions:
-    """How to watch a router. With `once` or `as_json` the command ends after one reading, else with Ctrl-C.
+    """How to watch a router. With `once` or `as_json` the command prints once and ends, else it ends with Ctrl-C.
 
     `once` shows totals since the router started. JSON without it shows rates over one `interval`, in seconds.
     """

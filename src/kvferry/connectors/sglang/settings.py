@@ -34,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def settings_from(environment: Mapping[str, str]) -> Settings:
-    """Read the settings. Raises ConfigurationError for what is no JSON object of these keys."""
+    """The settings in an environment. Raises ConfigurationError for what is no JSON object of these keys."""
     try:
         return msgspec.json.decode(environment.get(VARIABLE, "{}"), type=Settings)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:

@@ -237,7 +237,7 @@ def _names_kinds() -> bool:
 
 
 def _kinds(keys: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Add the kind to each key. Without an adapter only media are pairs, and only a salt is a string."""
+    """Yield each key with its kind. Without an adapter only media are pairs, and only a salt is a string."""
     for key in keys:
         match key:
             case (str(identifier), int(offset)):

@@ -71,7 +71,7 @@ class FerryMiddleware:
             await self._app(scope, receive, send)
 
     async def _pass_unless_draining(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on unless vLLM drains: then it listens and seems healthy, but answers with nothing."""
+        """Pass a request on, or refuse it while vLLM drains, which still seems healthy but answers with nothing."""
         if is_draining(scope["app"].state):
             body = error_body(DRAINING, "server_error", "draining", None)
             told = {**error_for(path, body), "status": "not ready", "reason": "it is draining"}

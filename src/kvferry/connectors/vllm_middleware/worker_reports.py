@@ -84,7 +84,7 @@ class FetchOutcomes:
             return next(iter(expected.found.values()))
 
     def failure(self, name: str) -> FetchOutcome | None:
-        """The failed fetch that ended a request of this name, or None. With several answers it may be any of theirs."""
+        """The failed fetch that ended the one request of this name, or None. If that has several answers, any one's."""
         with self._lock:
             expected = self._expected.get(name)
             if expected is None or expected.num_waiting > 1:

@@ -40,7 +40,7 @@ class Caller:
 
 
 def caller_of(headers: Mapping[str, str]) -> Caller:
-    """Read the caller from headers whose names are looked up in lower case. Raises RequestError."""
+    """The caller, from headers whose names are looked up in lower case. Raises RequestError."""
     return Caller(_request_id(headers.get("x-request-id")), _wants_report(headers.get(REPORT_HEADER)))
 
 

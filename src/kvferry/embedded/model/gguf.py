@@ -38,7 +38,7 @@ def build(folder: Path) -> None:
 
 
 def _save_tokenizer(folder: Path) -> None:
-    """Save a tokenizer that adds the token that begins a text. The packed form does not, and answers degenerate."""
+    """Save a tokenizer that adds the token that begins a text. The packed form does not, so its answers degenerate."""
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=PACKED)
     begin = tokenizer.bos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

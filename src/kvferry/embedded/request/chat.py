@@ -42,7 +42,7 @@ class ChatPrompt:
 
 
 def chat_prompt(body: ChatBody | TokenizeChatBody) -> ChatPrompt:
-    """Read a chat's prompt. Raises RequestError for messages that are none, and for fields that exclude each other."""
+    """The prompt of a chat. Raises RequestError for invalid messages, and for fields that exclude each other."""
     generates, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if generates and continues:
         raise RequestError(

@@ -33,7 +33,7 @@ class ScoredToken:
 
 
 def scored_token(tokenizer: Tokenizer, scored: Scored, text_offset: int) -> ScoredToken:
-    """Turn the token ids of a scored token into text, each token by itself."""
+    """A scored token with texts in place of token ids, each token decoded by itself."""
 
     def candidate(found: TokenLogprob) -> Candidate:
         text = tokenizer.decode([found.token_id], skip_special_tokens=False)

@@ -43,7 +43,7 @@ class Grid:
 
 
 class Shape(NamedTuple):
-    """What states have in common whose items are found in one way. `pieces` are the leading axes of states of fixed
+    """What states share if their items are found in the same way. `pieces` are the leading axes of states of fixed
     size: extents and strides, none for states with tokens."""
 
     group: int

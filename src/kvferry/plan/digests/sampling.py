@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvferry.plan.routing.selection import Indices
 
 STRATUM_TOKENS = 16
-# So many tokens of each state at least, however short the request.
+# At least so many tokens, or pieces, of each state, however short the request.
 MIN_CHOSEN = 4
 
 _GOLDEN, _FIRST, _SECOND = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))

@@ -22,7 +22,7 @@ from kvferry.plan.programs.copies import Column, Copies, firsts
 from kvferry.plan.routing.route import Leg
 from kvferry.plan.routing.selection import Indices, Selection
 
-# The limit for one block; a peer's strides decide how many there are. About 1 GB while they are sorted and merged.
+# The most rows of one block, as a peer's strides decide how many it has. About 1 GB while they are sorted and merged.
 MAX_SECTION_ROWS = 1 << 23
 
 

@@ -27,8 +27,8 @@ class Bundle:
 
 
 def bundles(legs: Sequence[Leg], source: Layout, target: Layout, num_bundles: int) -> tuple[Bundle, ...]:
-    """Bind the legs of one pair of ranks in `num_bundles` bundles of about as many states each. There are fewer bundles
-    where there are fewer states, and where states that lie side by side, as keys and values may, are fewer rows
+    """The legs of one pair of ranks, bound in `num_bundles` bundles of about as many states each. There are fewer
+    bundles where there are fewer states, and where states that lie side by side, as keys and values may, are fewer rows
     together. States are taken in the order of the source's layout; each is in one bundle.
 
     Raises what `bind` raises.
@@ -52,7 +52,7 @@ def _cut(by_state: Mapping[int, Sequence[Leg]], size: int, source: Layout, targe
 
 
 def _num_rows(cut: Sequence[Bundle], target: Layout) -> int:
-    """The number of rows of the prompt `A_PROMPT`."""
+    """The number of rows that the bundles have for `A_PROMPT`."""
     return sum(volume(bundle.program, (A_PROMPT,) * len(target.groups))[0] for bundle in cut)
 
 

@@ -32,7 +32,7 @@ def parted(token: int) -> tuple[Stretch, Stretch]:
 
 
 def unit_tokens(program: Program) -> int:
-    """The number of tokens which, like its multiples, need not be taken apart in any group."""
+    """How many tokens make a unit: whole units, one or several, need not be taken apart in any group."""
     return lcm(*(_unit_tokens(group) for group in program.groups))
 
 
@@ -60,7 +60,7 @@ def even_stretches(ranges: Sequence[TokenRange], most_tokens: int, unit: int) ->
 
 
 def stretches(ranges: Sequence[TokenRange], num_tokens: int) -> tuple[Stretch, ...]:
-    """Cut at multiples of `num_tokens`, from the first wanted token to the last; one stretch if none is wanted."""
+    """Stretches cut at multiples of `num_tokens`, from the first wanted token to the last; one if none is wanted."""
     first, last = _ends(ranges)
     return _cut(first // num_tokens * num_tokens, last, num_tokens)
 
@@ -78,7 +78,7 @@ def _ends(ranges: Sequence[TokenRange]) -> tuple[int, int]:
 
 
 def _num_bytes(group: GroupProgram, num_tokens: int) -> int:
-    """The bytes of so many tokens in one group, a multiple of its unit."""
+    """The bytes that a group has of so many tokens, which are whole units of it."""
     num_periods = num_tokens // group.state.compress_ratio // group.tokens.period
     num_units = num_periods * len(group.tokens.first) // group.unit_tokens
     return num_units * sum(section.length * len(section) for section in group.units)

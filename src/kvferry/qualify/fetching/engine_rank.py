@@ -121,7 +121,7 @@ def next_notice(notices: SimpleQueue[Notice]) -> Notice:
 
 
 def layouts_of(geometry: Geometry, tensor_parallel: int, rank: int, kind: str) -> Callable[[int], tuple[Layout, ...]]:
-    """Return what makes the layouts of an engine's ranks from the address at which rank `rank` lies."""
+    """Return a function from the address at which rank `rank` lies to the layouts of the engine's ranks."""
 
     def at(address: int) -> tuple[Layout, ...]:
         layouts = list(describe(geometry.model, geometry.shape(tensor_parallel), address))

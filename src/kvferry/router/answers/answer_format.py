@@ -156,7 +156,7 @@ def _with_details(
 
 
 def _beside_cached(usage: Usage, cached: int | None) -> Usage:
-    """Write the figure in Anthropic's format, where the tokens of the input do not include the cached ones."""
+    """The usage with the figure in Anthropic's format, where the tokens of the input do not include the cached ones."""
     counted, read = usage.get(INPUT), usage.get(CACHE_READ) or 0
     if not isinstance(counted, int) or not isinstance(read, int):
         return usage

@@ -11,8 +11,8 @@ from kvferry.router.policy.records import Overloaded
 
 PREFILL_UNAVAILABLE = "prefill_unavailable"
 RETRY_AFTER_S = 5
-# Reasons of a policy to skip prefill that mean that no prefill instance can do it. Any other reason is what the
-# operator wants, such as a threshold.
+# Reasons to skip prefill that mean that no prefill instance can do it. Any other reason is what the operator wants,
+# such as a threshold.
 FOR_WANT_OF_PREFILL = frozenset((PREFILL_FAILS, "ttft"))
 
 

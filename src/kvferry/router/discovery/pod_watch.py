@@ -56,7 +56,7 @@ class WatchEnded(Exception):
 
 class PodWatch:
     """Keeps the pool equal to the pods that a selector names. While the API server cannot be asked, everything stays as
-    it was: probes tell what is dead. `kubeconfig` is a file. If empty, the service account counts, or KUBECONFIG."""
+    it was: probes tell what is dead. `kubeconfig` is a file. Empty: the service account counts, or else KUBECONFIG."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class PodWatch:
 
     @asynccontextmanager
     async def _asking(self, deadline_s: float, **arguments: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Give a response whose body the caller reads inside. Raises WatchEnded, also for errors of that."""
+        """A response whose body the caller reads inside. Raises WatchEnded, also for errors while it is read."""
         ask, selector = self._api.list_namespaced_pod_without_preload_content, self._selection.selector
         try:
             async with asyncio.timeout(deadline_s):
@@ -239,7 +239,7 @@ class PodWatch:
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """Read the whole body. Raises ValueError for one that is longer than any cluster's."""
+    """The whole body. Raises ValueError for one that is longer than any cluster's."""
     found = bytearray()
     async for piece in response.content.iter_any():
         found += piece

@@ -104,7 +104,7 @@ Answer = TypeVar("Answer", PodList, Event, Pod, Bookmark, Status)
 
 
 def decode(body: bytes | msgspec.Raw, kind: type[Answer]) -> Answer:
-    """Decode a body as this kind. Raises ValueError for what the API does not answer."""
+    """A body, decoded as this kind. Raises ValueError for what the API does not answer."""
     return msgspec.json.decode(body, type=kind)
 
 
@@ -195,7 +195,7 @@ NAMESPACE = re.compile(r"(?=.{1,63}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
 def check_selection(selection: PodSelection) -> PodSelection:
-    """Return it. Raises ConfigurationError for what no API server would take. The server itself checks the selector."""
+    """Return the selection. Raises ConfigurationError for what no API server takes. The server checks the selector."""
     if not selection.selector.strip():
         expected = "labels, such as app.kubernetes.io/instance=kvferry"
         raise ConfigurationError("--kubernetes-selector is empty", found=repr(selection.selector), expected=expected)

@@ -118,7 +118,7 @@ class Candidates:
     def group(self, wanted: Wanted) -> Group:
         """Return a group, which is made when it is first wanted."""
         if wanted.model is not None and wanted.model not in self._told_models():
-            # Clients write what they like: all models that no instance names share the group of those that name none.
+            # Clients write what they like: models that no instance names share the group of instances that name none.
             wanted = wanted._replace(model=UNTOLD)
         if wanted not in self._groups:
             self._groups[wanted] = Group([state for state in self._states.values() if wanted.has(state)])

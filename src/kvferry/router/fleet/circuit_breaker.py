@@ -112,7 +112,7 @@ class BreakerTable(Generic[Key]):
         return key not in self._breakers or self._breakers[key].may_begin(now)
 
     def begin(self, key: Key, now: float) -> Trial | None:
-        """Note that something is sent for this key. `succeeded`, `failed` or `abandoned` must follow."""
+        """Begin something for this key. Return its trial or None. `succeeded`, `failed` or `abandoned` must follow."""
         return self._breakers[key].begin(now) if key in self._breakers else None
 
     def succeeded(self, key: Key) -> bool:

@@ -183,7 +183,7 @@ class Prober:
         return response.status, "".join(epochs)
 
     async def _ask_info(self, instance: Instance) -> EngineInfo:
-        """Ask an engine who it is. Empty where it tells nothing that can be understood. Raises only FAILURES."""
+        """What an engine says of itself; empty where nothing of it can be understood. Raises only FAILURES."""
         if told := await self._fetch(instance, "/kvferry/info"):
             return decoded(told, EngineInfo) or EngineInfo()
         models = decoded(await self._fetch(instance, "/v1/models"), Models) or Models([])

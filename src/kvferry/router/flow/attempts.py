@@ -40,7 +40,7 @@ class Attempts:
         return bool(suspects)
 
     def may_try_again(self, role: Role, reason: str, culprit: Instance) -> bool:
-        """Whether a role may be tried again, once per request. `reason` says why, and `culprit` has failed.
+        """Note that `culprit` has failed, and why. Return whether the role may be tried again, once per request.
 
         An instance that nobody could reach does not use up that try, since nothing was tried. What a decode instance
         says of a prefill instance does not count as that, whatever word it uses.

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Sends one client's requests: one is in flight, and a prefill request may be beside it. `close` ends them all.
+    """Sends the engine requests of one call: one is in flight, and a prefill may be beside it. `close` ends them all.
 
     `answer` is the last one that came whole.
     """
@@ -239,7 +239,7 @@ class Dispatcher:
         return Timeouts(prefill_s + decode_s, self._call.deadline_s)
 
     def _opened(self, event: Opened, path: Path, decode: Instance) -> None:
-        """Note that an answer has begun. If it uses the cache of an early prefill, that prefill is over as well."""
+        """Note that an answer has begun. An early prefill whose cache has come is done, even if it has not answered."""
         if self._usage.early is not None and self._outcomes.has_arrived:
             self._outcomes.hears_end(self._usage.early.request.reservation, Ended())
         metrics, phases = self._services.metrics, self.timing.phases

@@ -106,7 +106,7 @@ class OutcomeRecorder:
         return self._pair[0].url if self._pair and self._divided else ""
 
     def may_prefill(self) -> bool:
-        """Whether a request of this kind is to have a prefill. Once it may, it always may: a second is the same try."""
+        """Whether a request of this kind is to have a prefill. If it is, so is a second one: it is the same try."""
         pool = self._pool
         if not self._may_prefill and pool.kinds.may_begin(self._kind, pool.now):
             self._may_prefill = True
@@ -121,7 +121,7 @@ class OutcomeRecorder:
             self._pair_trial = self._pool.pairs.begin(self._pair, self._pool.now)
 
     def sends(self, reservation: Reservation, divided: bool) -> None:
-        """Note that a request is sent. It shows how fast a prompt is computed, unless only its answer's end is seen."""
+        """Note a request that is sent. Who computes a prompt shows its speed, unless only its answer's end is seen."""
         self._reservation, self._divided = reservation, divided
         if reservation.instance.role is Role.DECODE and not divided:
             self._end_prefill()
@@ -150,7 +150,7 @@ class OutcomeRecorder:
                 self._suspect(reservation, is_certain=reason != DEADLINE)
 
     def hears_end(self, prefill: Reservation, event: Event) -> str:
-        """Take how an early prefill ended, whatever decode does. Return the reason if it is at fault, else nothing."""
+        """Take how an early prefill ended, whatever decode does. Return the reason if it is at fault, else no text."""
         match event:
             case Ended():
                 self._prefilled(prefill)
@@ -213,8 +213,8 @@ class OutcomeRecorder:
             self._prefilled(reservation)
 
     def _judge_divided(self, pair: Pair, status: int, body: bytes) -> None:
-        """Judge an error of decode after prefill. Engines that are not kvferry's do not say if no cache came. One that
-        is at fault every time is soon in no pair any more, and is then judged by what it does alone."""
+        """Judge an error of one of a pair. Engines that are not kvferry's do not say if no cache came. One that is at
+        fault every time is soon in no pair any more, and is then judged by what it does alone."""
         if reason := lost_cache(body):
             self._lost(pair, reason)
             return

@@ -6,7 +6,7 @@ The last command of a batch is the one that is answered by the next event. Rules
 * D (the decode instance) gets one retry on another D, only before its first byte, and with a fresh prefill: the cache
   of the first one may be half read and its lease spent. Where nobody was at D's address, nobody has read it: another D
   is asked with it;
-* a 4xx is about the request, so nothing is tried again. One of P may only be about the prefill request made of it
+* a 4xx is about the request, so nothing is tried again. One of P may only be about the prefill request made from it
   (a tool call does not fit one token): D is asked by itself, so that the client hears what an engine alone would
   say. A P that has too much to do (429) is replaced by another one if there is one: D alone would be worse off still;
 * a D that answers that the cache did not arrive is not at fault alone: it stays, and P is another one, or none. One

@@ -128,7 +128,7 @@ class UpstreamRequest:
         return answered
 
     async def run(self) -> Answered | Ended | Failed:
-        """Ask for an answer of which only its end matters, or the error that it is."""
+        """Ask, and return `Ended` after a whole good answer, or else the error. The answer itself does not matter."""
         event = await self.ask()
         if isinstance(event, Answered) and 200 <= event.status < 300:
             self.cached_tokens = self._format.cached_tokens_of(event.body)
@@ -235,7 +235,7 @@ class UpstreamRequest:
         return Promised(promised) if promised else self._failed(_no_promise(self._first), MALFORMED)
 
     async def _first_token(self, response: HttpResponse) -> bytes:
-        """Read up to the first event that says more than that an answer has begun: engines send such events before they
+        """The bytes up to the first event that says more than that an answer has begun, which engines say before they
         know how it will go."""
         found, max_bytes = await response.piece(), self._services.config.max_answer_bytes
         while found and self._format.opening_bytes(found) == len(found) <= max_bytes:

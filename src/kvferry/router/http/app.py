@@ -138,7 +138,7 @@ def _ended(pool: InstancePool, task: asyncio.Task[None]) -> None:
 
 
 def _pod_watch(config: RouterConfig, pool: InstancePool) -> list[PodWatch]:
-    """The watch of pods, if any are selected. Raises MissingExtraError without the Kubernetes client, then needed."""
+    """The watch of pods, if any are selected. Raises MissingExtraError without the Kubernetes client it needs."""
     if config.pods is None:
         return []
     from kvferry.router.discovery.pod_watch import PodWatch

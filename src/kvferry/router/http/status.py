@@ -9,7 +9,7 @@ from kvferry.router.fleet.instance import InstanceState
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.policy.records import Pair, Role
 
-# Of the pairs that cannot work together: there are 125,000 while half of a thousand instances have another version.
+# How many pairs that cannot work together are shown: half of 1,000 instances on another version make 125,000 of them.
 MAX_LISTED_PAIRS = 100
 
 

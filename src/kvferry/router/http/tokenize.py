@@ -22,7 +22,7 @@ from kvferry.router.upstream.http_client import HttpRequest, WholeResponse
 
 
 class TokenizerPath(StrEnum):
-    """The paths. The engines of kvferry and vLLM answer the first two alike, those of vLLM and SGLang the last."""
+    """Paths about tokens. Engines of kvferry and vLLM answer the first two alike, those of vLLM and SGLang the last."""
 
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"

@@ -33,7 +33,7 @@ def first_token_s(query: RoutingQuery) -> float:
 
 def _is_idle(query: RoutingQuery) -> bool:
     """Whether the instance that would compute the prompt has nothing to do. Then no other request is in the way, and
-    coming back later does not help. Nor is its speed well known then: short prompts say little of it."""
+    coming back later does not help. And only what it computes shows its speed: short prompts say little of it."""
     is_divided = query.cost.is_divisible and any(load.num_partners for load in able(query.decode))
     computing = query.prefill if is_divided and able(query.prefill) else query.decode
     chosen = choose(computing, query.cost)

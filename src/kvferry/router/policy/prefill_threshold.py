@@ -40,7 +40,7 @@ def skip(query: RoutingQuery) -> SkipPrefill | None:
 
 
 def _skip_queue(query: RoutingQuery) -> SkipPrefill | None:
-    """Skip prefill if prefill instances are so busy that only the decode instance keeps the promised time."""
+    """The decision to skip prefill, if it is so busy that only decode keeps the promised time, else None."""
     promised_s, speed = query.limits.ttft_s, fastest(query.decode)
     across = RoutingQuery(query.role, query.cost, query.prefill, (), query.limits, query.handover_s)
     if not promised_s or not speed or first_token_s(across) <= promised_s:

@@ -138,7 +138,7 @@ class SkipPrefill:
 
 @dataclass(frozen=True, slots=True)
 class Overloaded:
-    """The decision that no instance takes it now: the client is told to come back after `retry_after_s`."""
+    """The decision that no instance takes the request: the client is told to come back after `retry_after_s`."""
 
     reason: str
     retry_after_s: int

@@ -191,7 +191,7 @@ def _renamed(request: ClientRequest, room: bytes) -> bytes:
 
 
 def _with_fields(raw: bytes, more: bytes) -> bytes:
-    """Add the fields of `more` to `raw`. Both are JSON objects, and neither is empty."""
+    """`raw` with the fields of `more` added. Both are JSON objects, and neither is empty."""
     return raw.rstrip(b" \t\r\n").removesuffix(b"}") + b"," + more.removeprefix(b"{")
 
 

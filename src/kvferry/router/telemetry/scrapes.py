@@ -9,7 +9,7 @@ from kvferry.router.telemetry.metrics import Metrics
 
 
 class Scrapes:
-    """Writes the metrics, in the app's event loop. `prepare` sets those that are only known when somebody asks."""
+    """Has metrics written. Belongs to the app's event loop. `prepare` sets those only known when somebody asks."""
 
     def __init__(self, metrics: Metrics, prepare: Callable[[], None]) -> None:
         self._metrics = metrics

@@ -2,8 +2,8 @@
 
 A source counts as lost when it has been silent for `Timing.silence_s` while a read needs it, and at once when nobody
 listens at its address any more. One from which nothing has been fetched for `idle_peer_s` is forgotten. Heartbeats keep
-leases alive that we use or are going to use, also those of requests that wait in our engine's queue. While a read makes
-no progress they are as long as frames of the network: a source that only short messages reach is silent then.
+leases alive that are used or going to be used, also those of requests that wait in the engine's queue. While a read
+makes no progress they are as long as frames of the network: a source that only short messages reach is silent then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PADDING = bytes(MAX_PADDING_BYTES)
 
 class Liveness:
     """Watches the sources that a rank has met. `queued` has the leases of waiting requests by reference, since two
-    sources may give the same id to a lease, and when its renewal ends: a lost request must not keep blocks for ever."""
+    sources may give the same id to a lease, and when each renewal ends: lost requests must not keep blocks for ever."""
 
     def __init__(self, ours: Party, peers: Handshakes, fetches: Mapping[str, Fetch], timing: Timing) -> None:
         self._ours = ours

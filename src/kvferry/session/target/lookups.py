@@ -57,7 +57,7 @@ class Lookups:
                 yield from self._fail(key, TransferError(reason, what, found=found, expected=expected))
 
     def failed(self, key: PeerKey, error: TransferError, now: float, grace_s: float = 0.0) -> Iterator[Command]:
-        """Fail a lookup that nobody can answer, if it began `grace_s` ago. An address that nobody asks for is fine."""
+        """Fail a lookup that nobody can answer, once it is `grace_s` old. An address that nobody asks for is fine."""
         if key in self._open and now >= self._open[key].began + grace_s:
             yield from self._fail(key, error)
 

@@ -30,8 +30,8 @@ from kvferry.wire.messages import Abort, Aborted, Party
 
 @dataclass(slots=True)
 class _PendingAbort:
-    """An abort that a source was sent. With `is_exposed` it may still write. `fence_s` is how long blocks still have to
-    wait, from `fenced_at` on; it is infinite until the source has acknowledged or its process has ended."""
+    """An abort that was sent to a source. With `is_exposed` the source may still write. `fence_s` is how long blocks
+    still have to wait, from `fenced_at` on: for ever until the source has acknowledged or its process has ended."""
 
     abort: Abort
     first_sent: float
@@ -174,6 +174,6 @@ class Quarantine:
                     yield from pipeline.fenced()
                 yield from self.drained(key)
                 yield from self.free_when_drained(fetch)
-            # A lost peer is disconnected once no abort to it is open, also where a late message has ended the read.
+            # Aborts reconnect to a lost peer: disconnect it after the last, even if a late message has ended the read.
             if was_exposed and key.peer not in self._peers and not self._aborts.awaits(key.peer):
                 yield c.Disconnect(key.peer)

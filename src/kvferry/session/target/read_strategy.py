@@ -1,7 +1,7 @@
 """How a read's bytes move: directly into their blocks or through staging memory, and who moves them.
 
-It is the cheapest of the strategies that are allowed. The costs of a peer come from its self-test
-(`kvferry.agent.transports.costs`); `kvferry.plan.strategy.cost_model` makes a price for each strategy of them.
+The strategy is the cheapest of those that are allowed. The costs of a peer come from its self-test
+(`kvferry.agent.transports.costs`); `kvferry.plan.strategy.cost_model` turns them into a price for each strategy.
 """
 
 from __future__ import annotations

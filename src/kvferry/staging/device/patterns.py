@@ -137,8 +137,8 @@ def _fits(rows: Copies, period: int) -> bool:
 
 
 def _compared(rows: Copies, period: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Whether each row from `period + 1` on is as far from the row a period before as its predecessor is, and whether
-    each row from `period` on is as long as that one."""
+    """Whether each row from `period + 1` on is as far from the row a period before as the row just before it is from
+    its own, and whether each row from `period` on is as long as the row a period before."""
     source, target = (column[period:] - column[:-period] for column in (rows.source, rows.target))
     is_even = (source[1:] == source[:-1]) & (target[1:] == target[:-1])
     return is_even, rows.length[period:] == rows.length[:-period]

@@ -98,5 +98,5 @@ def _pinned(columns: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _even(columns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Pad columns to an even number: Triton makes another kernel for columns that begin at no multiple of 16 bytes."""
+    """Columns padded to even length: Triton makes another kernel for columns that begin at no multiple of 16 bytes."""
     return np.append(columns, 0) if len(columns) % 2 else columns

@@ -1,8 +1,8 @@
 """The arrays of a cache, which its engine and the copies of transfers use in turn.
 
 Whoever writes donates: the old array is deleted and there is a new one. So there is one place that knows the newest,
-and one lock, held while programs are begun and never while one is compiled, gets its units or runs: JAX runs them in an
-order that suits what they read and write.
+and one lock. It is held while programs are begun, and never while one is compiled, gets its units or runs: JAX runs
+them in an order that suits what they read and write.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def _write_line(typing: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def _fence(typing: Any) -> Any:
-    """Order lines written past the cache with other writes: without this they are in none."""
+    """Put the lines written past the cache so far before all later writes: nothing else orders them."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         builder.fence("seq_cst")

@@ -48,7 +48,7 @@ class LocalContext:
 
 
 def local_context(requested: str, may_switch_direction: bool = True, buffer_device: str = HOST) -> LocalContext:
-    """Return the context of an engine with transport `requested`, which may let its sources write instead."""
+    """Return the context of an engine with transport `requested`. It may let sources write instead of reading."""
     return LocalContext(
         host=host_here(),
         has_rdma=any(nic.is_rdma and nic.is_up for nic in nics()),

@@ -38,7 +38,7 @@ from kvferry.transport.tcp.connection import (
 )
 
 MAX_CONNECTIONS = 4096
-# Each busy peer has four. Whoever can connect can have one, until it fails to prove that it knows the key.
+# Each busy peer has four threads. Whoever can connect can have one, until it fails to prove that it knows the key.
 MAX_THREADS = 2048
 BACKLOG = 512
 THIS = "the serving process"

@@ -87,7 +87,7 @@ class Strip:
 
 
 def strips(facts: Mapping[str, Any]) -> list[tuple[Strip, Strip]]:
-    """The strips of source and target for each cache group, as rank 0 of each side keeps it."""
+    """The strips of source and target for each cache group, as the first rank of each side with this group keeps it."""
     pairs = []
     for source in facts["layouts"]["source"]:
         for target in facts["layouts"]["target"]:

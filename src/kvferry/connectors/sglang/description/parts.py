@@ -12,8 +12,8 @@ from kvferry.layout import CacheGroup, Placement, Region, Span, State
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What a pool does not know: its place among the tensor-parallel ranks, and three numbers of the model, over all of
-    them: heads of keys and values, heads of layers with a window, and groups of Mamba's B and C (0 when unknown).
+    """What a pool does not know: its place among the tensor-parallel ranks, and three numbers of the model, over all
+    ranks: heads of keys and values, heads of layers with a window, and groups of Mamba's B and C (0 when unknown).
 
     A token sees `window_tokens` tokens in layers with a window, itself included.
     """

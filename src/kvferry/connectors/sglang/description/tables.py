@@ -15,7 +15,7 @@ from kvferry.connectors.sglang.description.parts import Component
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Makes block tables. `kinds` are SGLang's `state_types`, in list order. `scheduler` says where tokens lie."""
+    """Makes block tables. `kinds` are SGLang's `state_types`, in its order. `scheduler` says where tokens lie."""
 
     described: Described
     kinds: tuple[str, ...]

@@ -18,7 +18,7 @@ class Rooms:
         self._withdrawn: deque[str] = deque(maxlen=MAX_WITHDRAWN)
 
     def enter(self, request_id: str, name: str) -> bool:
-        """Put a request into a room, and return whether nobody else is in it."""
+        """Put a request into a room if nobody else is in it. Return whether that was so."""
         if name in self._withdrawn or name in self._names.values():
             return False
         self._names[request_id] = name

@@ -33,9 +33,9 @@ class TargetIdentity:
 
     `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes, and
     `staging` whether they may go through staging memory. `transports`, `probe` and `staging_descriptor` are for sources
-    that write; the last is what a process of this host needs to attach our staging memory, empty where none can. With
-    `may_switch_direction` a source that is far slower to read from than to be written by writes instead, and one that
-    can write while we read writes a share.
+    that write; the last is what a process of this host needs to attach this rank's staging memory, empty where none
+    can. With `may_switch_direction` a source writes instead where reading from it is far slower, and one that can write
+    while this rank reads writes a share.
     """
 
     party: m.Party
@@ -238,7 +238,7 @@ class Handshakes:
 
 
 def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:
-    """Whether `newer` is a new start of the same engine, or at the same address: some have a new id at every start."""
+    """Whether `newer` is a new start of the same engine, or has its address: some have a new id at every start."""
     restarted = older.engine_id == newer.engine_id and older.epoch != newer.epoch
     return restarted or (older.address == newer.address and older != newer)
 

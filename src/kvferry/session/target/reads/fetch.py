@@ -115,7 +115,7 @@ class Read:
 
     @property
     def direction(self) -> Direction:
-        """The claim's direction. A source that writes everything confirms that unasked; `Landed` asks others."""
+        """The claim's direction. A source that writes all confirms the read unasked; others are asked with `Landed`."""
         return self.mode.direction
 
     @property
