@@ -122,6 +122,22 @@ def test_device_memory_gets_the_nearest_cards_and_one_host_its_loopback(system: 
     assert value(choose_environment(system), "UCX_NET_DEVICES") == cards
 
 
+@pytest.mark.parametrize(
+    ("system", "pieces"),
+    [
+        (host("cpu", OTHER), "64k"),
+        (host("cpu", SAME, UP), "64k"),
+        (cuda(WHEEL, ANY, UCX_TLS="rc,tcp"), "64k"),
+        (host("cpu", OTHER, UP, UCX_TLS="rc"), "absent"),
+        (host("cpu", OTHER, UCX_TLS="^tcp"), "absent"),
+        (host("cpu", OTHER, UCX_TCP_RX_SEG_SIZE="16k"), "absent"),
+        (host("cpu", OTHER, UCX_TCP_TX_SEG_SIZE="8k"), "8k"),
+    ],
+)
+def test_pieces_over_sockets_are_as_long_as_every_peer_receives(system: SystemFacts, pieces: str) -> None:
+    assert value(choose_environment(system), "UCX_TCP_TX_SEG_SIZE") == pieces
+
+
 def test_nearness_is_bridges_in_common_then_memory_nodes() -> None:
     same_root = replace(FAR, bus=("pci0000:00", "0000:00:09.0"))
     assert GPU.nearest([FAR, same_root, UP]) == (UP,)
@@ -142,6 +158,7 @@ def test_what_the_user_has_set_stays_and_is_told() -> None:
     assert settings["UCX_LOG_LEVEL"].origin is Origin.USER
     assert environment.chosen == {
         "UCX_NET_DEVICES": "lo",
+        "UCX_TCP_TX_SEG_SIZE": "64k",
         "UCX_RCACHE_MAX_UNRELEASED": "1024",
         "UCX_LOG_FILE": "stderr",
     }

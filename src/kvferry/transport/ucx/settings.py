@@ -20,6 +20,8 @@ from kvferry.transport.ucx.tls import RC, check_transport_set, has_tcp
 TRANSPORTS, CARDS = "UCX_TLS", "UCX_NET_DEVICES"
 # A kibibyte, as text for UCX: what engines that free and allocate large memory are known to need.
 MOST_UNRELEASED: Final = "1024"
+# The largest that every peer receives: UCX's own buffers are as long, whatever the peer has set.
+SENT_OVER_TCP: Final = "64k"
 # Why UCX chooses the transports itself, by what the registered memory belongs to.
 LEFT_TO_UCX: Final = {
     HOST: "host memory: UCX takes cma between processes of one host, and RDMA or tcp between hosts",
@@ -160,6 +162,13 @@ def _reads_over_cuda_ipc(system: SystemFacts) -> Iterator[Setting]:
         yield _recommended("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on", reason)
 
 
+def _segments_over_tcp(system: SystemFacts) -> Iterator[Setting]:
+    # UCX refuses to send longer pieces than it receives.
+    if has_tcp(_transport_list(system)) and "UCX_TCP_RX_SEG_SIZE" not in system.user:
+        reason = "otherwise a read over UCX's sockets is answered in pieces of 8 KiB, which halves its speed"
+        yield _recommended("UCX_TCP_TX_SEG_SIZE", SENT_OVER_TCP, reason)
+
+
 def _registrations(system: SystemFacts) -> Iterator[Setting]:
     reason = "otherwise UCX keeps memory that engines have freed"
     yield _recommended("UCX_RCACHE_MAX_UNRELEASED", MOST_UNRELEASED, reason)
@@ -169,4 +178,6 @@ def _log_file(system: SystemFacts) -> Iterator[Setting]:
     yield _recommended("UCX_LOG_FILE", "stderr", "otherwise UCX writes its warnings to standard output")
 
 
-RULES: Final[tuple[_Rule, ...]] = (_transports, _cards, _memory_types, _reads_over_cuda_ipc, _registrations, _log_file)
+RULES: Final[tuple[_Rule, ...]] = (
+    *(_transports, _cards, _memory_types, _reads_over_cuda_ipc, _segments_over_tcp, _registrations, _log_file),
+)
