@@ -17,6 +17,9 @@ NUM_PAGES, NUM_LAYERS, NUM_HEADS, HEAD_DIM, LATENT_DIM = 6, 3, 4, 8, 24
 TABLE = (3, 1, 4)
 NOWHERE = 2 * NUM_PAGES + 1
 
+# Whatever a test imports of SGLang first, its warnings are dealt with before.
+pytestmark = pytest.mark.usefixtures("sglang_pools")
+
 
 @pytest.fixture(scope="module")
 def sglang_pools():
