@@ -53,7 +53,8 @@ Key = tuple[str, str, str, int]
 def rates(transports: str, setting: str, options: list[str]) -> dict[Key, float]:
     """Gigabytes a second of one process."""
     variables = dict(each.split("=", 1) for each in setting.split())
-    environment = os.environ | {"UCX_TLS": transports, "UCX_NET_DEVICES": "lo", "UCX_LOG_FILE": "stderr"} | variables
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    environment = ours | {"UCX_TLS": transports, "UCX_NET_DEVICES": "lo", "UCX_LOG_FILE": "stderr"} | variables
     words = [sys.executable, str(TRANSPORTS), "--transports", "nixl", *options]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:

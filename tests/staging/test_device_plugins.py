@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from kvferry import AgentConfig, Cache, open_agent
 from kvferry.errors import ConfigurationError
 from kvferry.staging.device import table as table
 from kvferry.staging.device.table import check_pair, devices, load_devices, register_device
@@ -52,3 +53,22 @@ def test_a_broken_package_is_named(package, broken):
     assert entry_points(group="kvferry.devices")
     with pytest.raises(ConfigurationError, match=r"'abacus' .* abacus_for_kvferry:bring"):
         load_devices()
+
+
+def test_an_agent_makes_the_devices_of_packages_known_before_it_registers_anything(package, monkeypatch):
+    package(bring)
+    kinds = []
+
+    def opening(*_):
+        kinds.append(kind_of("abacus"))
+        raise ConfigurationError("no further")
+
+    monkeypatch.setattr("kvferry.agent.loop.agent.open_transports", opening)
+    with pytest.raises(ConfigurationError, match="no further"):
+        open_agent(AgentConfig("a"), Cache((), (), device="abacus", buffer_device="abacus"), print)
+    assert kinds == [MemoryKind.VRAM]
+
+
+def test_an_agent_does_not_start_on_a_device_that_nobody_has_brought():
+    with pytest.raises(ConfigurationError, match=r"unknown device.*abacus"):
+        open_agent(AgentConfig("a"), Cache((), (), device="abacus", buffer_device="abacus"), print)

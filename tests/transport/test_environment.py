@@ -130,12 +130,25 @@ def test_device_memory_gets_the_nearest_cards_and_one_host_its_loopback(system: 
         (cuda(WHEEL, ANY, UCX_TLS="rc,tcp"), "64k"),
         (host("cpu", OTHER, UP, UCX_TLS="rc"), "absent"),
         (host("cpu", OTHER, UCX_TLS="^tcp"), "absent"),
-        (host("cpu", OTHER, UCX_TCP_RX_SEG_SIZE="16k"), "absent"),
-        (host("cpu", OTHER, UCX_TCP_TX_SEG_SIZE="8k"), "8k"),
     ],
 )
-def test_pieces_over_sockets_are_as_long_as_every_peer_receives(system: SystemFacts, pieces: str) -> None:
-    assert value(choose_environment(system), "UCX_TCP_TX_SEG_SIZE") == pieces
+def test_every_engine_sends_and_receives_the_same_at_once_over_sockets(system: SystemFacts, pieces: str) -> None:
+    environment = choose_environment(system)
+    assert [value(environment, f"UCX_TCP_{way}_SEG_SIZE") for way in ("RX", "TX")] == [pieces, pieces]
+
+
+@pytest.mark.parametrize("received", ["64k", "64KB", "65536", "65536b", "1m", "2G", "inf", "auto"])
+def test_whoever_receives_more_at_once_may(received: str) -> None:
+    environment = choose_environment(host("cpu", OTHER, UCX_TCP_RX_SEG_SIZE=received, UCX_TCP_TX_SEG_SIZE="8k"))
+    assert value(environment, "UCX_TCP_RX_SEG_SIZE") == received
+    assert value(environment, "UCX_TCP_TX_SEG_SIZE") == "8k"
+
+
+@pytest.mark.parametrize("received", ["63k", "16K", "16kb", "65535", "0"])
+def test_whoever_receives_less_at_once_than_peers_send_does_not_start(received: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"behind the buffer.*UCX_TCP_RX_SEG_SIZE={received}.*64k or more"):
+        choose_environment(host("cpu", OTHER, UCX_TCP_RX_SEG_SIZE=received))
+    choose_environment(host("cpu", OTHER, UP, UCX_TCP_RX_SEG_SIZE=received, UCX_TLS="rc"))
 
 
 def test_nearness_is_bridges_in_common_then_memory_nodes() -> None:
@@ -158,6 +171,7 @@ def test_what_the_user_has_set_stays_and_is_told() -> None:
     assert settings["UCX_LOG_LEVEL"].origin is Origin.USER
     assert environment.chosen == {
         "UCX_NET_DEVICES": "lo",
+        "UCX_TCP_RX_SEG_SIZE": "64k",
         "UCX_TCP_TX_SEG_SIZE": "64k",
         "UCX_RCACHE_MAX_UNRELEASED": "1024",
         "UCX_LOG_FILE": "stderr",
@@ -203,6 +217,7 @@ SMALL_LOCK = ProcessLimits(locked_bytes=8 << 20)
         (xpu(ZE, SAME, UCX_MEMTYPE_CACHE="y"), Severity.WARNING, "UCX_MEMTYPE_CACHE=y"),
         (host("cpu", SAME, ETHERNET, UCX_NET_DEVICES="lo, eth0"), Severity.WARNING, "UCX_NET_DEVICES=lo, eth0"),
         (host("cpu", SAME, ETHERNET, UCX_NET_DEVICES="all"), Severity.WARNING, "UCX_NET_DEVICES=all"),
+        (host("cpu", OTHER, UCX_TCP_TX_SEG_SIZE="256k"), Severity.WARNING, "UCX_TCP_TX_SEG_SIZE=256k"),
     ],
 )
 def test_what_would_go_wrong_silently_is_said(system: SystemFacts, severity: Severity, part: str) -> None:
@@ -219,6 +234,8 @@ def test_what_would_go_wrong_silently_is_said(system: SystemFacts, severity: Sev
         host("cpu", ANY, ETHERNET, UCX_NET_DEVICES="eth0"),
         host("cpu", SAME, ETHERNET, UP, UCX_NET_DEVICES="eth0", UCX_TLS="cma,rc,ud"),
         host("cpu", ANY, ETHERNET, UCX_TLS="^cma"),
+        host("cpu", OTHER, UCX_TCP_TX_SEG_SIZE="64k"),
+        host("cpu", OTHER, UP, UCX_TCP_TX_SEG_SIZE="256k", UCX_TLS="rc"),
         host("tpu", OTHER, UP),
         xpu(ZE, SAME),
         xpu(ZE, OTHER, UP),

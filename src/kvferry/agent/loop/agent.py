@@ -35,6 +35,7 @@ from kvferry.session import events as e
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
 from kvferry.session.target.session import TargetSession
+from kvferry.staging.device.table import BUILT_IN, check_pair, load_devices
 from kvferry.transport.base import Transport
 from kvferry.transport.memory_kind import HOST
 from kvferry.transport.registry import Opened, open_transports
@@ -281,8 +282,13 @@ def open_agent(config: AgentConfig, cache: Cache, notify: Callable[[Notice], Non
     """The agent of one rank. It listens at `address`; nothing moves before `start`, and `with` does that and `close`.
 
     `notify` is called on the agent's thread and must return at once. Raises ConfigurationError when the port or the
-    wanted transport cannot be had, TransportError when there is not enough memory.
+    wanted transport cannot be had, and for a device that nobody has made known or that does not go with its buffer
+    device, TransportError when there is not enough memory.
     """
+    if cache.device not in BUILT_IN:
+        # Entry points of packages that bring devices.
+        load_devices()
+        check_pair(cache.device, cache.buffer_device)
     opened = open_transports(config.transport, config.host, cache.device, cache.buffer_device)
     # The agent takes them over, and closes them whatever happens: between the two nothing may fail.
     return Agent(config, cache, notify, opened.transports, opened.unavailable)

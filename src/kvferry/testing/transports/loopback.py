@@ -20,12 +20,8 @@ PEER = "peer"
 def measured(name: str, opener: Callable[[str], Transport]) -> Measurement:
     """Read from and write to a process that is started for that; why it was impossible is in the measurement."""
     try:
-        transport = opener("127.0.0.1")
-    except FerryError as error:
-        return Measurement.failed(name, str(error))
-    try:
-        with closing(transport), PeerProcess(name, PROBE_BYTES, SEED) as peer:
+        with closing(opener("127.0.0.1")) as transport, PeerProcess(name, PROBE_BYTES, SEED) as peer:
             transport.connect(PEER, peer.descriptor)
             return measure(transport, PEER, peer.probe)
     except (FerryError, json.JSONDecodeError) as error:
-        return Measurement.failed(name, f"the other process: {error}")
+        return Measurement.failed(name, str(error))

@@ -15,13 +15,12 @@ from kvferry.transport.machine.facts import LOOPBACK, NicKind, Place, SystemFact
 from kvferry.transport.machine.finding import Finding
 from kvferry.transport.memory_kind import HOST
 from kvferry.transport.ucx.checks import check_system
+from kvferry.transport.ucx.segments import RECEIVED, SEGMENT, SENT, check_received
 from kvferry.transport.ucx.tls import RC, check_transport_set, has_tcp
 
 TRANSPORTS, CARDS = "UCX_TLS", "UCX_NET_DEVICES"
 # A kibibyte, as text for UCX: what engines that free and allocate large memory are known to need.
 MOST_UNRELEASED: Final = "1024"
-# The largest that every peer receives: UCX's own buffers are as long, whatever the peer has set.
-SENT_OVER_TCP: Final = "64k"
 # Why UCX chooses the transports itself, by what the registered memory belongs to.
 LEFT_TO_UCX: Final = {
     HOST: "host memory: UCX takes cma between processes of one host, and RDMA or tcp between hosts",
@@ -72,10 +71,13 @@ _Rule = Callable[[SystemFacts], Iterator[Setting]]
 def choose_environment(system: SystemFacts) -> Environment:
     """UCX's settings for an engine in this system.
 
-    Raises ConfigurationError when the user's own list of transports cannot work at all.
+    Raises ConfigurationError when the user's own list of transports cannot work at all, and when peers would send more
+    at once than this process has room for.
     """
     user = system.user
     check_transport_set(user.get(TRANSPORTS, ""))
+    if has_tcp(_transport_list(system)):
+        check_received(user)
     recommended = [each for rule in RULES for each in rule(system)]
     named = {each.name for each in recommended}
     others = sorted(name for name in user if name.startswith("UCX_") and name not in named)
@@ -163,10 +165,12 @@ def _reads_over_cuda_ipc(system: SystemFacts) -> Iterator[Setting]:
 
 
 def _segments_over_tcp(system: SystemFacts) -> Iterator[Setting]:
-    # UCX refuses to send longer pieces than it receives.
-    if has_tcp(_transport_list(system)) and "UCX_TCP_RX_SEG_SIZE" not in system.user:
-        reason = "otherwise a read over UCX's sockets is answered in pieces of 8 KiB, which halves its speed"
-        yield _recommended("UCX_TCP_TX_SEG_SIZE", SENT_OVER_TCP, reason)
+    """UCX's file of settings may say less, so both are said: what a process receives, and what it sends."""
+    if has_tcp(_transport_list(system)):
+        reason = "peers send as much over UCX's sockets, and UCX does not check whether there is room for it"
+        yield _recommended(RECEIVED, SEGMENT, reason)
+        reason = "otherwise a read over UCX's sockets is answered in pieces of 8 KiB, which is slower"
+        yield _recommended(SENT, SEGMENT, reason)
 
 
 def _registrations(system: SystemFacts) -> Iterator[Setting]:
