@@ -122,7 +122,7 @@ def test_who_wants_little_is_served_in_turn_with_those_who_want_far_more_than_th
     greedy, other, modest = (make_rank(name, TARGET, staging=STAGING) for name in ("greedy", "other", "modest"))
     names = []
     for target in (greedy, other, modest):
-        target.fetch(source, leased(source, "to meet"))
+        target.fetch(source, leased(source, f"to meet {id(target)}"))
         target.next_notice(Fetched)
         names.append(recorded[0].posts[-1])
     posts = recorded[0].posts
