@@ -1,7 +1,7 @@
 """What UCX's own settings change for many rows over NIXL: each beside UCX as it is.
 
     python benchmarks/ucx_settings.py > benchmarks/results/ucx_settings.json
-    sudo python benchmarks/ucx_settings.py --hosts > benchmarks/results/ucx_settings_hosts.json
+    sudo python benchmarks/ucx_settings.py --hosts --mebibytes 64 > benchmarks/results/ucx_settings_hosts.json
 
 Prints JSON. UCX reads its settings once per process, so `transports.py --transports nixl` is run again for each
 setting, in turns, and figures are medians over the rounds: gigabytes a second, and how many times those of UCX as it

@@ -288,7 +288,7 @@ def open_agent(config: AgentConfig, cache: Cache, notify: Callable[[Notice], Non
     if cache.device not in BUILT_IN:
         # Entry points of packages that bring devices.
         load_devices()
-        check_pair(cache.device, cache.buffer_device)
+    check_pair(cache.device, cache.buffer_device)
     opened = open_transports(config.transport, config.host, cache.device, cache.buffer_device)
     # The agent takes them over, and closes them whatever happens: between the two nothing may fail.
     return Agent(config, cache, notify, opened.transports, opened.unavailable)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
+from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Direction
 from kvferry.qualify.outcome import Figure, Outcome, failed, passed
 from kvferry.testing.transports.loopback import measured
@@ -21,8 +23,17 @@ WRONG: Final = "bytes are wrong"
 
 def run(kind: str) -> Outcome:
     """Beside an engine on this kind of device."""
-    prepare(kind, HOST, Place.SAME_HOST)
-    return check(OPENERS)
+    openers = dict(OPENERS)
+    try:
+        prepare(kind, HOST, Place.SAME_HOST)
+    except ConfigurationError as error:
+        # Settings of UCX are no reason to leave the other transports untried.
+        openers["nixl"] = partial(_refused, error)
+    return check(openers)
+
+
+def _refused(error: ConfigurationError, _host: str) -> Transport:
+    raise error
 
 
 def check(openers: Mapping[str, Callable[[str], Transport]]) -> Outcome:

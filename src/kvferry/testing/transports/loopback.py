@@ -23,5 +23,7 @@ def measured(name: str, opener: Callable[[str], Transport]) -> Measurement:
         with closing(opener("127.0.0.1")) as transport, PeerProcess(name, PROBE_BYTES, SEED) as peer:
             transport.connect(PEER, peer.descriptor)
             return measure(transport, PEER, peer.probe)
-    except (FerryError, json.JSONDecodeError) as error:
+    except json.JSONDecodeError as error:
+        return Measurement.failed(name, f"the other process does not say where it is: {error}")
+    except FerryError as error:
         return Measurement.failed(name, str(error))

@@ -7,7 +7,6 @@ from typing import Final
 
 from kvferry.transport.machine.facts import LOOPBACK, UNLIMITED, Place, SystemFacts
 from kvferry.transport.machine.finding import Finding, Severity
-from kvferry.transport.ucx.segments import RECEIVED, SEGMENT, SEGMENT_BYTES, SENT, num_bytes_of
 from kvferry.transport.ucx.tls import ACTIVE_MESSAGES, IN_MODULES, has_tcp, names
 
 NOTE, WARNING, ERROR = Severity.NOTE, Severity.WARNING, Severity.ERROR
@@ -135,15 +134,6 @@ def _user_cards(system: SystemFacts) -> Iterator[Finding]:
         yield Finding(WARNING, what, f"UCX_NET_DEVICES={value}", LOOPBACK, hint)
 
 
-def _user_segments(system: SystemFacts) -> Iterator[Finding]:
-    """UCX compares what it sends with what the same process receives, not with what the peer does."""
-    value = system.user.get(SENT, "")
-    if (num_bytes_of(value) or 0) > SEGMENT_BYTES and has_tcp(system.user.get("UCX_TLS", "")):
-        what = "UCX may send longer pieces over its sockets than a peer has room for, and write behind its buffer there"
-        hint = f"unset {SENT}, or set {RECEIVED} to as much for every engine"
-        yield Finding(WARNING, what, f"{SENT}={value}", SEGMENT, hint)
-
-
 CHECKS: Final[tuple[_Check, ...]] = (
     _build,
     _containers,
@@ -153,5 +143,4 @@ CHECKS: Final[tuple[_Check, ...]] = (
     _user_transports,
     _user_cache,
     _user_cards,
-    _user_segments,
 )

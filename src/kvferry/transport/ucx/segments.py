@@ -1,7 +1,7 @@
 """How much UCX sends and receives at once over its sockets.
 
 A process compares what it sends with what it receives itself. Nobody compares it with what the peer receives: a longer
-piece is written behind the peer's buffer. So every engine sends and receives the same.
+piece is written behind the peer's buffer. So every engine sends and receives the same, and others do not start.
 """
 
 from __future__ import annotations
@@ -16,23 +16,34 @@ RECEIVED, SENT = "UCX_TCP_RX_SEG_SIZE", "UCX_TCP_TX_SEG_SIZE"
 # As much UCX receives by itself; by itself it sends 8 KiB.
 SEGMENT: Final = "64k"
 SEGMENT_BYTES: Final = 64 << 10
-MEMORY: Final = re.compile(r"(?P<number>\d+)(?P<unit>[kmgt]?)b?", re.IGNORECASE)
+# UCX takes more forms than these, and of those that it does not understand the beginning.
+MEMORY: Final = re.compile(r"(?P<number>\d{1,12})(?P<unit>[kmg]?)b?", re.IGNORECASE)
 
 
-def num_bytes_of(value: str) -> int | None:
-    """The bytes that UCX reads in a text such as `64k`, `64KB` or `65536`. None for what is no such number."""
-    found = MEMORY.fullmatch(value.strip())
-    return int(found["number"]) << 10 * " kmgt".index(found["unit"].lower() or " ") if found else None
-
-
-def check_received(user: Mapping[str, str]) -> None:
-    """Raises ConfigurationError when the user lets this process receive less than its peers send."""
-    value = user.get(RECEIVED, SEGMENT)
-    received = num_bytes_of(value)
-    if received is not None and received < SEGMENT_BYTES:
+def check_segments(user: Mapping[str, str]) -> None:
+    """Raises ConfigurationError when the user lets this process receive less than its peers send, or send more than
+    they receive."""
+    received, sent = user.get(RECEIVED, SEGMENT), user.get(SENT, SEGMENT)
+    if _num_bytes(RECEIVED, received) < SEGMENT_BYTES:
         raise ConfigurationError(
             "UCX would write behind the buffer of its sockets: peers send longer pieces than this process receives",
-            found=f"{RECEIVED}={value}",
+            found=f"{RECEIVED}={received}",
             expected=f"{SEGMENT} or more",
             hint=f"unset {RECEIVED}: kvferry sets {SEGMENT}, which is UCX's own value",
         )
+    if _num_bytes(SENT, sent) > SEGMENT_BYTES:
+        raise ConfigurationError(
+            "UCX would write behind the buffers of peers: this process sends longer pieces than they receive",
+            found=f"{SENT}={sent}",
+            expected=f"{SEGMENT} or less",
+            hint=f"unset {SENT}: kvferry sets {SEGMENT}",
+        )
+
+
+def _num_bytes(name: str, value: str) -> int:
+    """The bytes that UCX reads in text such as `64k`, `64KB` or `65536`. Raises ConfigurationError for other forms."""
+    if found := MEMORY.fullmatch(value.strip()):
+        return int(found["number"]) << 10 * " kmg".index(found["unit"].lower() or " ")
+    raise ConfigurationError(
+        f"{name} is no size that is known to be safe", found=value, expected="a number, with k, m or g behind it"
+    )

@@ -15,7 +15,7 @@ from kvferry.transport.machine.facts import LOOPBACK, NicKind, Place, SystemFact
 from kvferry.transport.machine.finding import Finding
 from kvferry.transport.memory_kind import HOST
 from kvferry.transport.ucx.checks import check_system
-from kvferry.transport.ucx.segments import RECEIVED, SEGMENT, SENT, check_received
+from kvferry.transport.ucx.segments import RECEIVED, SEGMENT, SENT, check_segments
 from kvferry.transport.ucx.tls import RC, check_transport_set, has_tcp
 
 TRANSPORTS, CARDS = "UCX_TLS", "UCX_NET_DEVICES"
@@ -71,13 +71,13 @@ _Rule = Callable[[SystemFacts], Iterator[Setting]]
 def choose_environment(system: SystemFacts) -> Environment:
     """UCX's settings for an engine in this system.
 
-    Raises ConfigurationError when the user's own list of transports cannot work at all, and when peers would send more
-    at once than this process has room for.
+    Raises ConfigurationError when the user's own list of transports cannot work at all, and when a process would get
+    more at once over sockets than it has room for.
     """
     user = system.user
     check_transport_set(user.get(TRANSPORTS, ""))
     if has_tcp(_transport_list(system)):
-        check_received(user)
+        check_segments(user)
     recommended = [each for rule in RULES for each in rule(system)]
     named = {each.name for each in recommended}
     others = sorted(name for name in user if name.startswith("UCX_") and name not in named)
