@@ -149,7 +149,7 @@ def test_whoever_receives_more_at_once_over_sockets_or_sends_less_may(received: 
     ("name", "size", "part"),
     [
         *(("RX", size, "than this process receives.*64k or more") for size in ("63k", "16K", "16kb", "65535", "0")),
-        *(("TX", size, "than they receive.*64k or less") for size in ("65k", "256K", "65537", "1m")),
+        *(("TX", size, "than peers receive.*64k or less") for size in ("65k", "256K", "65537", "1m")),
         *(
             (name, size, "no size")
             for name in ("RX", "TX")

@@ -42,8 +42,7 @@ class Attempts:
     def may_try_again(self, role: Role, reason: str, culprit: Instance) -> bool:
         """Note that `culprit` has failed, and why. Return whether the role may be tried again, once per request.
 
-        An instance that nobody could reach does not use up that try, since nothing was tried. What a decode instance
-        says of a prefill instance does not count as that, whatever word it uses.
+        An instance that nobody could reach does not use that try up, unless a decode instance says so of a prefill one.
         """
         self.lose(culprit)
         is_gone = reason == PREFILL_GONE or (culprit.role is role and reason in GONE)

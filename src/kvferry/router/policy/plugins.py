@@ -45,9 +45,7 @@ def _function(name: str) -> object:
             hint="is its folder on PYTHONPATH?",
         ) from error
     if function not in imported:
-        raise ConfigurationError(
-            "the policy's module does not have this function", found=name, expected="module:function"
-        )
+        raise ConfigurationError("the policy's module has no such function", found=name, expected="module:function")
     return imported[function]
 
 

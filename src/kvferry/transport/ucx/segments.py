@@ -25,19 +25,15 @@ def check_segments(user: Mapping[str, str]) -> None:
     they receive."""
     received, sent = user.get(RECEIVED, SEGMENT), user.get(SENT, SEGMENT)
     if _num_bytes(RECEIVED, received) < SEGMENT_BYTES:
-        raise ConfigurationError(
-            "UCX would write behind the buffer of its sockets: peers send longer pieces than this process receives",
-            found=f"{RECEIVED}={received}",
-            expected=f"{SEGMENT} or more",
-            hint=f"unset {RECEIVED}: kvferry sets {SEGMENT}, which is UCX's own value",
-        )
+        raise _unsafe(RECEIVED, received, "peers send longer pieces than this process receives", "more")
     if _num_bytes(SENT, sent) > SEGMENT_BYTES:
-        raise ConfigurationError(
-            "UCX would write behind the buffers of peers: this process sends longer pieces than they receive",
-            found=f"{SENT}={sent}",
-            expected=f"{SEGMENT} or less",
-            hint=f"unset {SENT}: kvferry sets {SEGMENT}",
-        )
+        raise _unsafe(SENT, sent, "this process sends longer pieces than peers receive", "less")
+
+
+def _unsafe(name: str, value: str, why: str, more_or_less: str) -> ConfigurationError:
+    what = f"UCX would write behind the buffer of its sockets: {why}"
+    expected, hint = f"{SEGMENT} or {more_or_less}", f"unset {name}: kvferry sets {SEGMENT}"
+    return ConfigurationError(what, found=f"{name}={value}", expected=expected, hint=hint)
 
 
 def _num_bytes(name: str, value: str) -> int:
