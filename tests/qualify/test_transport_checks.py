@@ -41,6 +41,19 @@ def test_one_transport_that_works_is_enough():
     assert [figure.name for figure in found.figures] == ["tcp, read, 4 KiB rows", "tcp, write, 4 KiB rows"]
 
 
+def test_settings_of_ucx_that_cannot_be_leave_the_other_transports(monkeypatch):
+    monkeypatch.setenv("UCX_TCP_RX_SEG_SIZE", "16k")
+    found = host_transports.run("cpu")
+    assert found.result is Result.PASSED, found.words
+    assert "nixl does not work: UCX would write behind the buffer" in found.words
+
+
+def test_another_process_that_says_something_else_first_is_a_failure(monkeypatch):
+    monkeypatch.setattr("kvferry.testing.transports.peer.ChildProcess.read_line", lambda *_: b"[1.0] UCX  WARN\n")
+    found = host_transports.check({"tcp": OPENERS["tcp"]})
+    assert (found.result, "no JSON; found: b'[1.0] UCX" in found.words) == (Result.FAILED, True), found.words
+
+
 def test_none_that_works_is_a_failure():
     found = host_transports.check({"tcp": refused, "shm": refused})
     assert (found.result, found.words) == (

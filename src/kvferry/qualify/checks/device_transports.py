@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -73,7 +72,7 @@ def check(device: TorchDevice, peer_number: int, opener: Callable[[str], Transpo
             if tested.error:
                 return failed(NAME, f"the self-test fails: {tested.error}")
             return _outcome(device.kind, tested, seconds | pair.seconds(WRITE), transport.carriers(PEER))
-    except (FerryError, json.JSONDecodeError) as error:
+    except FerryError as error:
         return failed(NAME, str(error))
 
 

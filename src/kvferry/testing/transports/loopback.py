@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import closing
 
@@ -23,7 +22,5 @@ def measured(name: str, opener: Callable[[str], Transport]) -> Measurement:
         with closing(opener("127.0.0.1")) as transport, PeerProcess(name, PROBE_BYTES, SEED) as peer:
             transport.connect(PEER, peer.descriptor)
             return measure(transport, PEER, peer.probe)
-    except json.JSONDecodeError as error:
-        return Measurement.failed(name, f"the other process does not say where it is: {error}")
     except FerryError as error:
         return Measurement.failed(name, str(error))

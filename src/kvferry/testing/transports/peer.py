@@ -16,10 +16,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, TransportError
 from kvferry.staging.device.table import torch_name
 from kvferry.testing.child_process import ChildProcess
 from kvferry.transport.base import Memory, Transport
@@ -69,7 +70,7 @@ class PeerProcess(ChildProcess):
         command = [*prefix, sys.executable, "-m", __name__, *words]
         super().__init__(command)
         try:
-            said = json.loads(self.read_line(ANSWER_S))
+            said = self._answer()
         except BaseException:
             self.kill()
             raise
@@ -80,7 +81,16 @@ class PeerProcess(ChildProcess):
     def digest(self) -> str:
         """The digest of its memory now."""
         self.write_line(b"digest")
-        return str(json.loads(self.read_line(ANSWER_S))["digest"])
+        return str(self._answer()["digest"])
+
+    def _answer(self) -> dict[str, Any]:
+        """The next line that it says. Raises TransportError for what is no JSON: a library may write there as well."""
+        line = self.read_line(ANSWER_S)
+        try:
+            said: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            raise TransportError("the other process says what is no JSON", found=repr(line[:200])) from error
+        return said
 
     def stop(self) -> None:
         """Make it hang: it exists but does nothing."""
