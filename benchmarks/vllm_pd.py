@@ -7,6 +7,8 @@
 Each way has a pair of servers of its own, and they take turns request by request: a pair that waits for its turn is
 stopped (`SIGSTOP`). The stock connector runs as shipped, or without its busy polling and core pinning
 (`neutralised/`), which on a machine with few cores is the real peer; a GPU's machine has cores enough to do without it.
+`nothing moves` is a connector that says at once that the cache is there (`nothing_moves/`): what every handover takes
+that vLLM loads asynchronously, as it does with the other two.
 All times are what a client sees, in ms, medians:
 
 * alone: first token of one server that does everything;
@@ -70,6 +72,7 @@ WAYS = {
     OURS: Way("FerryConnector"),
     "stock as shipped": Way("NixlConnector"),
     "stock neutralised": Way("NixlConnector", str(HERE / "neutralised")),
+    "nothing moves": Way("NothingMoves", str(HERE / "nothing_moves")),
 }
 PEERS = "stock neutralised" if ON_CPU else "stock as shipped"
 WARM_TOKENS = 65

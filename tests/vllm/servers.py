@@ -23,7 +23,8 @@ VLLM_ON_GPU = {"TRITON_F32_DEFAULT": "ieee"}
 GPU_FLAGS = ("--gpu-memory-utilization", "0.04")
 
 MOST_RANKS = 2
-FERRY_MODULE = "kvferry.connectors.vllm"
+# Where vLLM finds the connectors that it does not bring. The second is a benchmark's, in `benchmarks/nothing_moves`.
+MODULES = {"FerryConnector": "kvferry.connectors.vllm", "NothingMoves": "nothing_moves"}
 # What our router asks of an engine, on vLLM's own server.
 MIDDLEWARE = (
     *("--middleware", "kvferry.connectors.vllm_middleware.FerryMiddleware"),
@@ -166,10 +167,10 @@ class Server(EngineServer):
         }
 
     def _connector_settings(self) -> dict[str, Any]:
-        module = {"kv_connector_module_path": FERRY_MODULE} if self.connector == "FerryConnector" else {}
+        module = MODULES.get(self.connector)
         return {
             "kv_connector": self.connector,
-            **module,
+            **({"kv_connector_module_path": module} if module else {}),
             "kv_role": self.spec.role,
             "kv_buffer_device": self.pair.buffer_device,
             "kv_load_failure_policy": self.pair.failure_policy,
