@@ -244,7 +244,7 @@ $(RAY_LLM_ENVIRONMENT)/ready: $(VLLM_ENVIRONMENT)/ready
 	@rm -f .venv-sglang/ready-*
 	@$(SGLANG_BIN)/pip install --quiet $(TORCH) >&2
 	@$(SGLANG_BIN)/pip install --quiet -r tests/sglang/requirements.txt -c tests/sglang/constraints.txt >&2
-	@$(SGLANG_BIN)/pip install --quiet --no-deps sglang==$(SGLANG_VERSION) sglang-router==0.3.2 xgrammar==0.2.7 \
-		triton==3.9.0 triton-kernels >&2
+	@$(SGLANG_BIN)/pip install --quiet --no-deps sglang==$(SGLANG_VERSION) sglang-router==0.3.2 smg==1.13.0 \
+		xgrammar==0.2.7 triton==3.9.0 triton-kernels >&2
 	@$(SGLANG_BIN)/pip install --quiet --editable ".[engine,nixl]" -c tests/sglang/constraints.txt >&2
 	@touch $@

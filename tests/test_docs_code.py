@@ -29,6 +29,7 @@ OTHERS = {
     "cd",
     "export",
     "claude",
+    "vllm-router",
     "helm",
     "kubectl",
     "serve",

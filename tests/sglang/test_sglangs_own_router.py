@@ -1,4 +1,6 @@
-"""SGLang's own router in front of two servers whose caches kvferry moves: the whole model's answers."""
+"""SGLang's own routers, the former and the present one, in front of two servers whose caches kvferry moves: the whole
+model's answers.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,18 @@ from engine_server import EngineServer, hold_ports
 from sglang_servers import Pair, PairSpec
 from tiny_models import model_folder
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed: see make test-sglang"
-)
+# The modules of `sglang-router`, and of `smg`, the gateway that took its place.
+ROUTERS = ("sglang_router", "smg")
 SPECS = [PairSpec("llama")]
 one_pair = pytest.mark.parametrize("spec", SPECS, ids=str)
 
 
 class OwnRouter(EngineServer):
-    """`sglang-router` for one pair, on loopback alone."""
+    """One of them for one pair, on loopback alone."""
 
-    def __init__(self, pair: Pair, log: Path) -> None:
+    def __init__(self, module: str, pair: Pair, log: Path) -> None:
         super().__init__("SGLang router", log, "/readiness")
-        self._pair = pair
+        self._module, self._pair = module, pair
         self._metrics_port = hold_ports(self.held)
 
     def environment(self) -> dict[str, str]:
@@ -37,7 +38,7 @@ class OwnRouter(EngineServer):
     def command(self) -> list[str]:
         prefill, decode = self._pair.servers
         return [
-            *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"),
+            *(sys.executable, "-m", f"{self._module}.launch_router", "--pd-disaggregation"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(self._metrics_port)),
             *("--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url),
@@ -57,9 +58,11 @@ class OwnRouter(EngineServer):
         return json.loads(self.post("/generate", {"input_ids": prompt, "sampling_params": sampling}))["output_ids"]
 
 
-@pytest.fixture
-def router(pair, tmp_path):
-    with OwnRouter(pair, tmp_path / "router.log").running() as router:
+@pytest.fixture(params=ROUTERS)
+def router(request, pair, tmp_path):
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed: see make test-sglang")
+    with OwnRouter(request.param, pair, tmp_path / "router.log").running() as router:
         yield router
 
 
