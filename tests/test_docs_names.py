@@ -31,6 +31,7 @@ OF_OTHERS = {
         "--enforce-eager",
         "--enable-auto-tool-choice",
         "--tool-call-parser",
+        "--shutdown-timeout",
         "--max-model-len",
         "--tensor-parallel-size",
         "--disaggregation-transfer-backend",
