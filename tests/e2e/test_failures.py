@@ -10,6 +10,7 @@ import psutil
 import pytest
 from conftest import DEADLINE_S, both, eventually, post, prefilled, ready, silent
 from test_main_job import prompt_of
+from tiny_models import model_folder
 
 from kvferry.cli.up.output_check import Question, ask
 
@@ -17,6 +18,11 @@ from kvferry.cli.up.output_check import Question, ask
 @pytest.fixture(scope="module")
 def fleet(start_fleet):
     return start_fleet(transport="shm")
+
+
+@pytest.fixture(scope="module")
+def fleet_with_windows(start_fleet):
+    return start_fleet(transport="shm", more=("--model", str(model_folder("gemma3"))))
 
 
 def prefill(fleet, prompt, **more):
@@ -70,6 +76,16 @@ def test_a_reference_used_with_another_prompt_is_not_used(fleet):
         (theirs[:40], ""),
     ):
         tokens, report = decode(fleet, mine, prefill(fleet, theirs))
+        assert (tokens, report["recomputed"]) == (alone(fleet, mine), reason)
+
+
+def test_of_a_window_only_what_is_still_there_is_used(fleet_with_windows):
+    """Layers with a window of 192 tokens keep no more: of a longer prompt, not what its beginning would need."""
+    fleet = fleet_with_windows
+    for size, part, reason in ((400, 400, ""), (400, 399, "out_of_range"), (400, 250, "out_of_range"), (150, 100, "")):
+        theirs = prompt_of(size, seed=16)
+        mine = theirs[:part]
+        tokens, report = decode(fleet, mine, prefill(fleet, theirs), temperature=0)
         assert (tokens, report["recomputed"]) == (alone(fleet, mine), reason)
 
 

@@ -248,6 +248,24 @@ def test_a_state_of_fixed_size_is_only_good_after_the_tokens_that_made_it():
         assert refusal(commands, reason) if reason else isinstance(commands[0].message, m.Grant)
 
 
+@pytest.mark.parametrize(
+    ("window", "chunk", "ring"), [(4, 0, 4), (4, 0, 3), (0, 4, 4), (4, 0, 5), (0, 3, 4), (9, 0, 9)]
+)
+def test_of_a_ring_only_what_has_not_been_written_over_can_be_claimed(window, chunk, ring):
+    """The ring is played: what the next token sees has to be the last that was written to its place."""
+    state = State("k", "float32", 4, (Axis("head", 2),), True, window_tokens=window, chunk_tokens=chunk)
+    placement = Placement("k", 0, 0, 0, (Span(0, 2),), (4,), 8, 8)
+    layout = Layout((state,), (Region(1 << 20, 72, "dram", 0),), (CacheGroup(1, 9, ring),), (placement,))
+    written = {token % ring: token for token in range(7)}
+    for num_tokens in range(8):
+        first = num_tokens - (window - 1) if window else num_tokens // chunk * chunk
+        is_kept = all(written[token % ring] == token for token in range(max(0, first), num_tokens))
+        source = session(layout)
+        source.handle(LEASE, 0)
+        commands = source.handle(said(m.Claim(READER, "c1", REFERENCE, num_tokens, (0,))), 1)
+        assert isinstance(commands[0].message, m.Grant) if is_kept else refusal(commands, m.Reason.OUT_OF_RANGE)
+
+
 def test_only_so_many_claims_may_wait(source):
     for number in range(MAX_EARLY):
         claim = m.Claim(READER, "c1", m.Reference("p0", "epoch-1", "r1", f"made-up-{number}"), 6, (0,))

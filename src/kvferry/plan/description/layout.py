@@ -118,6 +118,11 @@ class CacheGroup:
         """Tokens of a kernel block."""
         return self.block_tokens // self.kernel_blocks
 
+    def kept(self, num_tokens: int) -> TokenRange:
+        """The tokens of a request of `num_tokens` that the group has; before a ring's, others have been written over
+        them."""
+        return TokenRange(max(0, num_tokens - self.ring_tokens) if self.ring_tokens else 0, num_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

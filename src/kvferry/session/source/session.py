@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvferry.errors import FerryError, IllegalEventError, TransferError
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
@@ -257,13 +258,20 @@ class SourceSession:
         return [*commands, *self._completed_reads.written(lease, now), *self._leases.free_when_drained(lease)]
 
     def _check_length(self, lease: Lease, claim: m.Claim) -> None:
-        """A state of fixed size is the one after the last token: it cannot be used after any other token."""
-        layout = self._identity.layout
+        """Not everything serves the beginning of what was leased. A state of fixed size is the one after the last
+        token: it cannot be used after any other one. In a ring the last tokens lie where others were that a shorter
+        prompt's next token sees."""
+        layout, leased = self._identity.layout, lease.request.num_tokens
         named = layout.state_named()
-        is_fixed = any(not named[placement.state].per_token for placement in layout.placements)
-        if is_fixed and claim.num_tokens not in (0, lease.request.num_tokens):
-            what = "the states of fixed size belong to a prompt of another length"
-            found, expected = f"{claim.num_tokens} tokens", f"{lease.request.num_tokens} tokens"
+        for placement in layout.placements if claim.num_tokens else ():
+            state, kept = named[placement.state], layout.groups[placement.group].kept(leased)
+            if not state.per_token and claim.num_tokens != leased:
+                what = "the states of fixed size belong to a prompt of another length"
+            elif state.per_token and state.seen_by_next(TokenRange(0, claim.num_tokens)).first < kept.first:
+                what = "the tokens after this part of a prompt have been written over what is seen of it"
+            else:
+                continue
+            found, expected = f"{claim.num_tokens} tokens", f"{leased} tokens"
             raise TransferError(Reason.OUT_OF_RANGE, what, found=found, expected=expected)
 
     def _wait_for_lease(self, peer: str, claim: m.Claim, now: float) -> list[Command]:
