@@ -140,7 +140,7 @@ def recorder_of(pool: InstancePool) -> OutcomeRecorder:
 def reservation_of(instance: Instance, failed: list[Instance]) -> SimpleNamespace:
     """Stands for one that is only told how it went; `failed` gets those whose fault it was."""
     told = dict.fromkeys(("computes", "answers", "suspected", "acquitted", "succeeded"), lambda: None)
-    return SimpleNamespace(instance=instance, failed=lambda: failed.append(instance), **told)
+    return SimpleNamespace(instance=instance, failed=lambda: failed.append(instance), is_on=lambda _: False, **told)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,26 @@ def test_after_a_while_one_is_let_through():
     assert breaker.state(6.0) is BreakerState.CLOSED
 
 
+def test_a_trial_whose_answer_is_long_does_not_keep_others_out():
+    """Nobody knows how long an answer will be; one that does not even begin says that nothing is well."""
+    breaker = blown()
+    trial = breaker.begin(5.0)
+    assert not breaker.may_begin(60.0)
+    breaker.answers(60.0, trial)
+    assert not breaker.may_begin(64.9)
+    assert breaker.may_begin(65.0)
+    second = breaker.begin(65.0)
+    assert not breaker.may_begin(90.0)
+    # The first one is no trial any more.
+    breaker.answers(70.0, trial)
+    breaker.failed(70.0, trial)
+    assert breaker.state(70.0) is BreakerState.HALF_OPEN
+    assert not breaker.may_begin(90.0)
+    breaker.failed(90.0, second)
+    assert breaker.state(99.9) is BreakerState.OPEN
+    assert breaker.may_begin(100.0)
+
+
 def test_a_trial_that_fails_doubles_the_time_up_to_a_limit():
     breaker, now = blown(), 5.0
     for open_s in (10.0, 20.0, 20.0):

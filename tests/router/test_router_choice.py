@@ -107,6 +107,17 @@ def test_a_full_decode_side_turns_requests_away():
     assert balanced(question(limits=limits)) == NoInstance()
 
 
+def test_a_full_instance_takes_nothing_while_another_has_room():
+    """However much work the other one has, and whatever is cached here."""
+    limits = Limits(max_requests=2)
+    warm = Load(D[0], True, 2, 0, outstanding_tokens=20, cached_tokens=512)
+    busy, down = load(D[1], 10**6), Load(D[2], False, 0, 0)
+    task = dataclasses.replace(TASK, prefixes=(7,), prefix_tokens=256)
+    assert balanced(question(decode=[warm, busy], cost=task, limits=limits)) == UseInstance(D[1])
+    assert balanced(question(decode=[warm, busy], cost=task)) == UseInstance(D[0])
+    assert balanced(question(decode=[warm, down], cost=task, limits=limits, is_retry=True)) == UseInstance(D[0])
+
+
 def test_the_first_token_is_estimated_from_the_queue_the_speed_and_the_handover():
     slow = load(P[0], 4000, tokens_per_s=1000.0)
     fast = load(P[1], 20000, tokens_per_s=10000.0)

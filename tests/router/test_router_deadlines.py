@@ -7,9 +7,11 @@ import json
 import math
 import time
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
-from router_harness import ONE, STREAM, cluster, decode_engine, hanging, prefill_engine, stalling
+from aiohttp import web
+from router_harness import ONE, STREAM, cluster, decode_engine, hanging, open_stream, prefill_engine, stalling
 
 from kvferry.errors import RequestError
 from kvferry.router.answers.answer_format import CHAT
@@ -68,6 +70,44 @@ async def test_a_stream_that_takes_too_long_ends_with_that_word():
         await d.left.wait()
         labels = 'endpoint="/v1/completions",path="disaggregated",status="502"'
         assert await c.metric(f"kvferry_router_requests_total{{{labels}}}") == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "headers"), [({"stall_timeout_s": 0.5}, {}), ({}, SHORT)], ids=["silence", "deadline"]
+)
+@pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
+@pytest.mark.timeout(60)
+async def test_a_client_that_does_not_read_keeps_no_engine(limits, headers, streams):
+    """What it does not take fills the buffers between: the router's part of them, 64 KiB, and the system's."""
+    d = decode_engine("d0", endless if streams else huge)
+    async with cluster([], [d], **limits) as c:
+        place = urlsplit(c.url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=1)
+        body = json.dumps({"model": "tiny", "prompt": "hello", "stream": streams}).encode()
+        told = {"host": place.netloc, "content-length": str(len(body)), "content-type": "application/json", **headers}
+        head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+        writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + body)
+        reader._transport.pause_reading()
+        await d.arrived.wait()
+        await c.until_idle()
+        labels = 'endpoint="/v1/completions",path="decode-only",status="499"'
+        assert await c.metric(f"kvferry_router_requests_total{{{labels}}}") == 1
+        writer.close()
+
+
+async def endless(request, seen):
+    """A stream that goes on for as long as anybody takes it."""
+    response = await open_stream(request)
+    while True:
+        await response.write(ONE * 1000)
+
+
+async def huge(request, seen):
+    """More than fits into any buffer."""
+    response = web.StreamResponse(headers={"content-type": "application/json"})
+    await response.prepare(request)
+    while True:
+        await response.write(b" " * (1 << 20))
 
 
 def test_a_request_for_which_there_is_no_time_is_not_sent():

@@ -292,6 +292,21 @@ def test_what_is_heard_of_an_instance_that_has_left_takes_nobodys_place():
     assert 'decode="http://new0",phase="wire"' in metrics.render().decode()
 
 
+def test_what_an_instance_that_has_left_was_given_is_nobodys():
+    pool = InstancePool((D0,), Metrics())
+    pool.probed(D0, ProbeResult.READY, "")
+    reservation = pool.reserve(InstanceRequest(Role.DECODE))
+    pool.remember(reservation, (1, 2))
+    assert pool.prefixes.num_known(D0, (1, 2)) == 2
+    pool.remove(D0, Origin.COMMAND_LINE)
+    pool.remember(reservation, (1, 2))
+    assert list(pool.prefixes.holders((1, 2))) == []
+    # Who comes at its address has not been given it either.
+    pool.add(D0, Origin.FILE)
+    pool.remember(reservation, (1, 2))
+    assert pool.prefixes.num_known(D0, (1, 2)) == 0
+
+
 def test_one_role_of_two_at_an_address_leaves_and_the_other_is_still_shown():
     metrics = Metrics()
     both = [Instance("http://a", role) for role in Role]
@@ -398,6 +413,14 @@ def test_an_announcement_is_believed_from_who_knows_the_key_and_in_time():
 def test_what_is_no_announcement_is_refused(body):
     with pytest.raises(RequestError, match="invalid registration"):
         decode_announcement(body)
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://127.0.0.1:x", "ftp://127.0.0.1", "nowhere"])
+async def test_an_engine_that_registers_at_no_url_is_refused(url):
+    async with cluster([], [decode_engine()], registration=Registration(True, ())) as c:
+        async with c.session.post(c.url + "/kvferry/members", json={"url": url, "role": "decode"}) as response:
+            error = (await response.json())["error"]
+        assert (response.status, "invalid URL" in error["message"]) == (400, True)
 
 
 @pytest.mark.parametrize("key", [b"", KEY], ids=["this host", "token"])

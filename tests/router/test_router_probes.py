@@ -8,10 +8,14 @@ import os
 
 import aiohttp
 import pytest
-from router_harness import cluster, decode_engine, prefill_engine
+from aiohttp import web
+from router_harness import DONE, ONE, Engine, cluster, decode_engine, prefill_engine, streaming
+from sglang_stubs import sglang_engine
 
 from kvferry.router.fleet import probes
+from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.instance_pool import InstancePool
+from kvferry.router.policy.records import Instance, Role
 from kvferry.router.upstream.failures import DEADLINE, EXHAUSTED, OUT_OF, REFUSED, reason_of
 from kvferry.router.upstream.http_client import HttpClient
 
@@ -55,6 +59,64 @@ async def test_an_engine_that_says_at_length_that_it_has_no_such_path_is_healthy
     p, d = engines
     async with cluster([p], [d], probe_interval_s=0.05) as c:
         assert (await c.complete()).headers["x-kvferry-path"] == "disaggregated"
+
+
+@pytest.mark.parametrize("trouble", ["models", "server_info", "length"])
+async def test_what_is_known_of_an_engine_outlives_a_question_that_it_does_not_answer(monkeypatch, trouble):
+    """A proxy that restarts, a front end that is busy: it is asked again at the next probe, and serves meanwhile."""
+    monkeypatch.setattr(probes, "PROBES_PER_INFO", 1)
+    d = sglang_engine("null", streaming(ONE, DONE)) if trouble == "server_info" else decode_engine()
+    d.models = [{"id": "tiny", "owned_by": "sglang" if trouble == "server_info" else "vllm"}]
+    d.ready_status = 404
+    async with cluster([], [d], probe_interval_s=0.05) as c:
+        before = c.app.state.pool.info_of(Instance(d.url, Role.DECODE))
+        assert before.models == ("tiny",)
+        if trouble == "models":
+            d.models_status = 503
+        elif trouble == "server_info":
+            told, d.server_info = d.server_info, {}
+        else:
+            d.models = [{"id": "x" * probes.MAX_INFO_BYTES, "owned_by": "vllm"}]
+        for _ in range(4):
+            d.probed.clear()
+            await d.probed.wait()
+        assert c.app.state.pool.info_of(Instance(d.url, Role.DECODE)) == before
+        assert (await c.complete()).status == 200
+        # Other words are heard as soon as it speaks.
+        d.models_status, d.models = 200, [{"id": "other", "owned_by": d.models[0]["owned_by"]}]
+        if trouble == "server_info":
+            d.server_info = told
+        while c.app.state.pool.info_of(Instance(d.url, Role.DECODE)).models != ("other",):
+            await asyncio.sleep(0)
+
+
+async def test_a_probe_tells_nothing_of_who_came_after_its_instance(monkeypatch):
+    """It has left, and come again, while its probe was under way."""
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+    may_answer.set()
+
+    async def list_models(engine, request):
+        asked.set()
+        await may_answer.wait()
+        return web.json_response({"data": [{"id": "m1", "owned_by": "vllm"}]})
+
+    monkeypatch.setattr(Engine, "list_models", list_models)
+    d = decode_engine()
+    async with cluster([], [d]) as c:
+        pool, instance = c.app.state.pool, Instance(d.url, Role.DECODE)
+        prober = probes.Prober(c.app.state.services.http, pool, c.app.state.config)
+        state = pool.probed_state(instance)
+        state.healthy = False
+        asked.clear()
+        may_answer.clear()
+        probe = asyncio.create_task(prober._probe(state))
+        await asked.wait()
+        assert pool.remove(instance, state.origin)
+        assert pool.add(instance, Origin.FILE)
+        may_answer.set()
+        await probe
+        assert not pool.probed_state(instance).is_proven
+        assert pool.info_of(instance).models == ()
 
 
 @pytest.mark.parametrize("number", [*OUT_OF, errno.ECONNREFUSED])

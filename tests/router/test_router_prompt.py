@@ -139,6 +139,19 @@ def test_an_index_knows_the_shortest_prefixes_longest_and_forgets():
     assert index.num_known(D0, (1,)) == 0
 
 
+def test_many_instances_share_the_room_of_an_index():
+    index, instances = (
+        PrefixIndex(max_names=8, max_in_all=20),
+        [Instance(f"http://p{n}", Role.PREFILL) for n in range(5)],
+    )
+    for number, instance in enumerate(instances * 3):
+        index.remember(instance, range(100 * number, 100 * number + 8))
+    # A fifth of it for each.
+    assert [len(names) for names in index._names.values()] == [4] * 5
+    assert len(index._holders) == 20
+    assert index.num_known(instances[0], range(1000, 1008)) == 4
+
+
 def test_speed_is_measured_while_there_is_work():
     speed = PrefillSpeed()
     assert speed.tokens_per_s == 0

@@ -50,7 +50,9 @@ class Registry:
             return "closed"
         if self._registration.keys:
             return reason_to_refuse(self._registration.keys, body, headers.get(SIGNATURE, ""), time.time())
-        host = urlsplit(decode_announcement(body).url).hostname or ""
+        announcement = decode_announcement(body)
+        (instance,) = instances_of(Role(announcement.role), (announcement.url,))
+        host = urlsplit(instance.url).hostname or ""
         return "" if _is_loopback(client_host) and _is_loopback(host) else "not_local"
 
 

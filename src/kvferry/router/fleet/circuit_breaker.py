@@ -38,7 +38,8 @@ class Breaker:
     """Belongs to one thread. Each `begin` must be followed by `succeeded`, `failed` or `abandoned`. The last two get
     the trial that `begin` may have returned.
 
-    Requests that were under way when it opened may still fail, or be abandoned: only a trial says something new.
+    Requests that were under way when it opened may still fail, or be abandoned: only a trial says something new. One
+    whose answer has begun (`answers`) may go on for long: after `open_s` another one is let through beside it.
     """
 
     def __init__(self, settings: BreakerSettings) -> None:
@@ -47,6 +48,7 @@ class Breaker:
         self._open_s = settings.open_s
         self._closed_again_at: float | None = None
         self._trial: Trial | None = None
+        self._trial_until = math.inf
 
     def state(self, now: float) -> BreakerState:
         if self._closed_again_at is None:
@@ -55,14 +57,21 @@ class Breaker:
 
     def may_begin(self, now: float) -> bool:
         """Whether something may be sent there now."""
-        return self._closed_again_at is None or (now >= self._closed_again_at and self._trial is None)
+        if self._closed_again_at is None:
+            return True
+        return now >= self._closed_again_at and (self._trial is None or now >= self._trial_until)
 
     def begin(self, now: float) -> Trial | None:
         """Note that something is sent there. Return the trial that it is if the breaker is half open, else None."""
         if self.state(now) is not BreakerState.HALF_OPEN:
             return None
-        self._trial = Trial()
+        self._trial, self._trial_until = Trial(), math.inf
         return self._trial
+
+    def answers(self, now: float, trial: Trial | None) -> None:
+        """Note that an answer has begun. Whether it is worth anything shows at its end."""
+        if self._is_on(trial):
+            self._trial_until = now + self._settings.open_s
 
     def succeeded(self) -> None:
         """Note a success: whatever was before is forgotten."""

@@ -131,6 +131,10 @@ class Reservation:
     def instance(self) -> Instance:
         return self._state.instance
 
+    def is_on(self, state: InstanceState | None) -> bool:
+        """Whether that is the state of its instance, and not of one that has come later at the same address."""
+        return self._state is state
+
     def computes(self) -> None:
         """Note that the instance now computes the request's prompt, so that its answer tells how fast it is."""
         self._computes = True
@@ -139,6 +143,7 @@ class Reservation:
     def answers(self) -> None:
         """Note the first byte of the answer: the prompt is computed."""
         self._end_computing(self._prompt_tokens)
+        self._state.breaker.answers(self._clock(), self._trial)
 
     def succeeded(self) -> None:
         """Note that the instance has answered to the end."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, product
 
 from kvferry.router.config import DEFAULT_POLICY, PolicySettings
@@ -256,6 +256,11 @@ class InstancePool:
             self._forget_process(instance)
         self._queries.joined(state)
         self._tell_incompatible(instance)
+
+    def remember(self, reservation: Reservation, prefixes: Sequence[int]) -> None:
+        """Note which beginnings of prompts an instance has been given. What one has that has left is of no use."""
+        if reservation.is_on(self._states.get(reservation.instance)):
+            self.prefixes.remember(reservation.instance, prefixes)
 
     def show(self) -> None:
         """Bring the gauges up to date for whoever reads them. At each request, that would cost more than the choice."""

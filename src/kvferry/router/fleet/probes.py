@@ -10,9 +10,11 @@ import asyncio
 import logging
 import random
 import time
+from dataclasses import dataclass
 
 import msgspec
 
+from kvferry.errors import PeerError
 from kvferry.router.config import RouterConfig
 from kvferry.router.fleet.engine_info import EngineInfo
 from kvferry.router.fleet.instance import InstanceState, ProbeResult
@@ -39,7 +41,10 @@ SPREAD = 0.1
 SLOW = frozenset((DEADLINE, CONNECT_TIMEOUT))
 # An instance says who it is when it comes up, when it is another process than before, and at every fifteenth probe.
 PROBES_PER_INFO = 15
-MAX_INFO_BYTES = 1 << 20
+# Servers list each of thousands of adapters among their models.
+MAX_INFO_BYTES = 8 << 20
+# What servers say where a path leads nowhere, or is not for us.
+ABSENT = dict.fromkeys((401, 403, 404, 405, 501), b"")
 
 
 class Model(msgspec.Struct):
@@ -57,6 +62,15 @@ class Version(msgspec.Struct):
     """The answer to `/version` of an engine that is not kvferry's."""
 
     version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a probe has found, in words as well; with `ends_requests` what waits for an instance that is down ends."""
+
+    result: ProbeResult
+    words: str
+    ends_requests: bool = False
 
 
 class Prober:
@@ -145,35 +159,38 @@ class Prober:
         self._schedule.put(state.instance, time.monotonic() + pause_s)
 
     async def _probe(self, state: InstanceState) -> None:
+        """Probe an instance, and tell the pool. If it has left meanwhile, another one may have come at its address, of
+        which this tells nothing; it has a probe of its own."""
+        found = await self._look_at(state)
+        if found is None or not self._is_there(state):
+            return
+        self._pool.probed(state.instance, found.result, found.words)
+        if found.ends_requests:
+            self._pool.end_requests_if_down(state.instance)
+
+    async def _look_at(self, state: InstanceState) -> _Found | None:
+        """What an instance answers; None where this process cannot ask."""
         instance = state.instance
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 ready, epoch = await self._ask(instance, "/ready")
                 healthy = 200 if ready == 200 else (await self._ask(instance, "/health"))[0]
-                is_new = not state.healthy or epoch not in ("", state.info.epoch)
-                state.num_probes += 1
-                if healthy == 200 and (is_new or state.num_probes % PROBES_PER_INFO == 0):
-                    self._pool.introduce(instance, await self._ask_info(instance))
+                if healthy == 200:
+                    await self._get_to_know(state, epoch)
         except FAILURES as error:
             reason = reason_of(error, DEADLINE)
             if reason == EXHAUSTED:
                 logger.warning("no instance can be probed: %s", error)
-                return
+                return None
             result = ProbeResult.SILENT if reason in SLOW else ProbeResult.DOWN
-            self._pool.probed(instance, result, f"its probe failed ({reason})")
             # If nobody listens, the host has ended the connections of a dead process. Those of a live one may go on.
-            if reason != REFUSED:
-                self._pool.end_requests_if_down(instance)
-            return
+            return _Found(result, f"its probe failed ({reason})", ends_requests=reason != REFUSED)
         if healthy != 200:
-            self._pool.probed(instance, ProbeResult.DOWN, f"its probe was answered with {healthy}")
-            self._pool.end_requests_if_down(instance)
-        elif ready == UNREADY:
-            words = "it is draining or its transfers fail: see its /ready"
-            self._pool.probed(instance, ProbeResult.UNREADY, words)
-        else:
-            # Other engines have no /ready: they are ready when they are healthy.
-            self._pool.probed(instance, ProbeResult.READY, "it is ready")
+            return _Found(ProbeResult.DOWN, f"its probe was answered with {healthy}", ends_requests=True)
+        if ready == UNREADY:
+            return _Found(ProbeResult.UNREADY, "it is draining or its transfers fail: see its /ready")
+        # Other engines have no /ready: they are ready when they are healthy.
+        return _Found(ProbeResult.READY, "it is ready")
 
     async def _ask(self, instance: Instance, path: str) -> tuple[int, str]:
         """The status, and the epoch of the process that answers, if it tells."""
@@ -182,21 +199,47 @@ class Prober:
         epochs = [value.decode("latin-1") for name, value in response.headers if name.lower() == EPOCH]
         return response.status, "".join(epochs)
 
-    async def _ask_info(self, instance: Instance) -> EngineInfo:
-        """What an engine says of itself; empty where nothing of it can be understood. Raises only FAILURES."""
-        if told := await self._fetch(instance, "/kvferry/info"):
-            return decoded(told, EngineInfo) or EngineInfo()
-        models = decoded(await self._fetch(instance, "/v1/models"), Models) or Models([])
+    def _is_there(self, state: InstanceState) -> bool:
+        """Whether this instance has not left since its probe began."""
+        return self._pool.probed_state(state.instance) is state
+
+    async def _get_to_know(self, state: InstanceState, epoch: str) -> None:
+        """Ask now and then who an instance is. A known one that cannot tell at the moment stays what it was, and is
+        asked again at the next probe. Raises only FAILURES."""
+        is_new = not state.healthy or epoch not in ("", state.info.epoch)
+        state.num_probes += 1
+        if not is_new and state.num_probes % PROBES_PER_INFO:
+            return
+        info, is_whole = await self._ask_info(state.instance)
+        if not is_whole:
+            state.num_probes -= 1
+        if self._is_there(state) and (is_new or is_whole):
+            self._pool.introduce(state.instance, info)
+
+    async def _ask_info(self, instance: Instance) -> tuple[EngineInfo, bool]:
+        """What an engine says of itself, empty where nothing of it can be understood, and whether it has said all that
+        it should. Raises only FAILURES."""
+        told = await self._fetch(instance, "/kvferry/info")
+        if told:
+            return decoded(told, EngineInfo) or EngineInfo(), True
+        listed = await self._fetch(instance, "/v1/models")
+        models = decoded(listed or b"", Models) or Models([])
         owners, names = {model.owned_by for model in models.data}, tuple(model.id for model in models.data)
         if OWNER in owners:
-            return sglang_info(await self._fetch(instance, "/server_info"), instance.role, names)
-        version = decoded(await self._fetch(instance, "/version"), Version) or Version()
-        return EngineInfo(" ".join(sorted(owners)), version.version, models=names)
+            server = await self._fetch(instance, "/server_info")
+            return sglang_info(server or b"", instance.role, names), bool(server)
+        version = await self._fetch(instance, "/version")
+        known = (decoded(version or b"", Version) or Version()).version
+        return EngineInfo(" ".join(sorted(owners)), known, models=names), None not in (told, listed, version)
 
-    async def _fetch(self, instance: Instance, path: str) -> bytes:
-        """The body of a 200, else nothing: an engine without this path may say so at any length, which is not read."""
+    async def _fetch(self, instance: Instance, path: str) -> bytes | None:
+        """The body of a 200, nothing from an engine without this path, and None where that is not to be known. What
+        says that it is not there may be of any length, and is not read."""
         response = await self._http.send(HttpRequest("GET", instance.url, path, [], b""))
         try:
-            return await response.whole(MAX_INFO_BYTES) if response.status == 200 else b""
+            return await response.whole(MAX_INFO_BYTES) if response.status == 200 else ABSENT.get(response.status)
+        except PeerError as error:
+            logger.warning("%s%s cannot be understood: %s", instance.url, path, error)
+            return None
         finally:
             response.close()

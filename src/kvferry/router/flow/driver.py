@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import msgspec
 
@@ -98,7 +99,7 @@ class Driver:
                 self._client.status = BROKEN_OFF
                 endpoint = self._call.request.endpoint
                 event = error_event_for(endpoint, command.message, command.code, command.reason)
-                await self._client.finish_with_event(event)
+                await self._client.unless_left(partial(self._client.finish_with_event, event), 0.0)
             case commands.Cut():
                 self._client.status = BROKEN_OFF
             case commands.Cancel():
@@ -121,8 +122,12 @@ class Driver:
 
     async def _answer(self, answer: WholeResponse, *, tells_path: bool = True) -> None:
         headers = self._response_headers(answer.headers, tells_path=tells_path)
-        await self._client.start(answer.status, headers)
-        await self._client.finish(answer.body)
+
+        async def tell() -> None:
+            await self._client.start(answer.status, headers)
+            await self._client.finish(answer.body)
+
+        await self._client.unless_left(tell, 0.0)
 
     async def _relay(self) -> Event:
         return await self._dispatcher.relay(self._response_headers(self._dispatcher.in_flight.headers))

@@ -250,7 +250,7 @@ class OutcomeRecorder:
 
     def _remember(self, reservation: Reservation) -> None:
         """Note that an instance has the prompt cached from now on."""
-        self._pool.prefixes.remember(reservation.instance, self._cost.prefixes)
+        self._pool.remember(reservation, self._cost.prefixes)
 
     def _judge_cache(self, reservation: Reservation, headers: Headers) -> bool:
         """Whether a cache has come. Engines that are not kvferry's do not say: their answer counts as a yes."""

@@ -192,7 +192,8 @@ class Generate:
             call = await self._call(http)
             # From here on the driver writes its entry in the access log.
             scope.pop(BEGAN_S, None)
-            await self._serve(http.app.state.services, call, Client(receive, send))
+            stall_s = http.app.state.config.stall_timeout_s
+            await self._serve(http.app.state.services, call, Client(receive, send, stall_s, call.deadline_s))
         except ClientDisconnect:
             return
         except HTTPException as error:

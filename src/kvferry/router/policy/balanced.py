@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from kvferry.router.policy.admission import refusal
-from kvferry.router.policy.least_work import choose
+from kvferry.router.policy.least_work import able, choose
 from kvferry.router.policy.prefill_threshold import skip
-from kvferry.router.policy.records import Decision, NoInstance, Role, RoutingQuery, UseInstance
+from kvferry.router.policy.records import Decision, Load, NoInstance, Role, RoutingQuery, UseInstance
 
 
 def balanced(query: RoutingQuery) -> Decision:
     """Pure: the same query has the same answer."""
     if query.role is Role.DECODE and (busy := refusal(query)) is not None:
         return busy
-    instance = choose(query.candidates, query.cost)
+    instance = choose(_with_room(query), query.cost)
     if instance is None:
         return NoInstance()
     if query.role is Role.PREFILL and (skipped := skip(query)) is not None:
         return skipped
     return UseInstance(instance)
+
+
+def _with_room(query: RoutingQuery) -> tuple[Load, ...]:
+    """The candidates that take one more request; all of them where none does, for a request that has been admitted."""
+    most = query.limits.max_requests
+    if query.role is not Role.DECODE or not most:
+        return query.candidates
+    return tuple(load for load in able(query.candidates) if load.num_outstanding < most) or query.candidates

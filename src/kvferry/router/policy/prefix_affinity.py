@@ -7,12 +7,16 @@ from collections.abc import Iterable, Sequence
 
 from kvferry.router.policy.records import Instance
 
+# About 400 bytes each.
+MAX_NAMES = 1 << 20
+
 
 class PrefixIndex:
-    """Remembers the last `max_names` prefixes per instance; those that were not used longest are forgotten."""
+    """Remembers the last `max_names` prefixes per instance, and of many instances no more than `max_in_all` altogether;
+    those that were not used longest are forgotten."""
 
-    def __init__(self, max_names: int = 16384) -> None:
-        self._max_names = max_names
+    def __init__(self, max_names: int = 16384, max_in_all: int = MAX_NAMES) -> None:
+        self._max_names, self._max_in_all = max_names, max_in_all
         self._names: dict[Instance, OrderedDict[int, None]] = {}
         # The instances of each prefix, for whoever cannot ask all instances. Dictionaries keep their order.
         self._holders: dict[int, dict[Instance, None]] = {}
@@ -25,7 +29,7 @@ class PrefixIndex:
             names[name] = None
             names.move_to_end(name)
             self._holders.setdefault(name, {})[instance] = None
-        while len(names) > self._max_names:
+        while len(names) > min(self._max_names, self._max_in_all // len(self._names)):
             self._drop(instance, names.popitem(last=False)[0])
 
     def num_known(self, instance: Instance, prefixes: Sequence[int]) -> int:

@@ -51,7 +51,8 @@ class Engine:
         self._steps: Steps | None = None
         self._event: simpy.Event | None = None
         self._idle: simpy.Event | None = None
-        self._cached = PrefixIndex(max(costs.cache_tokens // PREFIX_TOKENS, 1))
+        num_prefixes = max(costs.cache_tokens // PREFIX_TOKENS, 1)
+        self._cached = PrefixIndex(num_prefixes, num_prefixes)
 
     @property
     def serves(self) -> bool:
