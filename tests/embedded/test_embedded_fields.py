@@ -45,6 +45,7 @@ HONOURED: dict[str, Any] = {
 
 
 def decode(endpoint: Endpoint, fields: dict[str, Any]) -> object:
+    fields = ({"stream": True} if "stream_options" in fields else {}) | fields
     if endpoint is Endpoint.CHAT:
         fields = ({"logprobs": True} if "top_logprobs" in fields else {}) | fields
         fields = ({"add_generation_prompt": False} if fields.get("continue_final_message") else {}) | fields
@@ -86,6 +87,12 @@ def test_what_nobody_knows_is_refused_unless_it_is_null(endpoint: Endpoint) -> N
     with pytest.raises(RequestError, match="unknown request field; found: 'regex'"):
         decode(endpoint, {"regex": "a+"})
     assert decode(endpoint, {"regex": None}) == decode(endpoint, {})
+
+
+@pytest.mark.parametrize("endpoint", list(BODIES))
+def test_options_of_a_stream_are_refused_without_one(endpoint: Endpoint) -> None:
+    with pytest.raises(RequestError, match="stream_options is only for answers"):
+        decode(endpoint, {"stream_options": {"include_usage": True}, "stream": False})
 
 
 def test_types_count() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -13,9 +14,11 @@ import openai
 import pytest
 from embedded_server import Served
 from embedded_support import DEADLINE_S, Loop, ids_of, request
+from starlette.requests import ClientDisconnect, Request
 
 from kvferry import __version__
-from kvferry.embedded.request.prompts import SHORT_TEXT
+from kvferry.embedded.http import app
+from kvferry.embedded.request.prompts import SHORT_TEXT, Prompts
 
 PROMPT = "The ferry crosses the river when"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -62,6 +65,8 @@ def test_others_are_answered_while_a_very_long_text_is_tokenised(
         assert may_end.wait(DEADLINE_S)
         return {"input_ids": [5] * len(text)}
 
+    # It has more characters than this engine could take.
+    monkeypatch.setattr(Prompts, "_check_length", lambda *_: None)
     monkeypatch.setattr(decoder.engine, "tokenizer", tokenise)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(decoder.ask, COMPLETIONS, {"prompt": "x" * (SHORT_TEXT + 1)})
@@ -429,9 +434,39 @@ def test_a_body_without_end_is_refused(decoder: Served) -> None:
     assert "too large" in answer["error"]["message"]
 
 
+def test_a_client_that_leaves_before_it_has_sent_its_request_is_no_defect(
+    decoder: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[BaseException] = []
+    noticed = threading.Event()
+    receive = app._body
+
+    async def watched(request: Request) -> bytes:
+        try:
+            return await receive(request)
+        except BaseException as error:
+            seen.append(error)
+            raise
+        finally:
+            noticed.set()
+
+    monkeypatch.setattr(app, "_body", watched)
+    errors = logging.getLogger("uvicorn.error")
+    told: list[logging.LogRecord] = []
+    monkeypatch.setattr(errors, "handle", told.append)
+    with socket.create_connection(("127.0.0.1", decoder.port)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n" + b'{"prompt"')
+    assert noticed.wait(DEADLINE_S)
+    # Its answer is made by then.
+    assert decoder.ask("/health")[0] == 200
+    assert [type(error) for error in seen] == [ClientDisconnect]
+    assert [record.getMessage() for record in told] == []
+
+
 def test_chat_content_may_come_in_parts(decoder: Served) -> None:
     parts = [{"type": "text", "text": "Where does "}, {"type": "text", "text": "the ferry go?"}]
-    _, expected = decoder.ask(CHAT, {"messages": MESSAGES, "max_tokens": 4})
+    lines = [{"role": "user", "content": "Where does \nthe ferry go?"}]
+    _, expected = decoder.ask(CHAT, {"messages": lines, "max_tokens": 4})
     _, answer = decoder.ask(CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 4})
     assert answer["choices"] == expected["choices"]
 

@@ -65,6 +65,29 @@ def test_every_field_of_a_part_is_what_happens(row: Support) -> None:
                 assert part(**{row.name: harmless}) == part()
 
 
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+TEMPLATES = {
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}": "a\nb",
+    "{% for m in messages %}{% for line in m['content'].split('x') %}{{ line }}{% endfor %}{% endfor %}": "a\nb",
+    "{% for m in messages %}{% for p in m['content'] %}[{{ p['text'] }}]{% endfor %}{% endfor %}": "[a][b]",
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{%- for p in m.content -%}"
+    "{{ p.text }}{% endfor %}{% endif %}{% endfor %}": "ab",
+    "{% for m in messages %}{% set content = m['content'] %}"
+    "{% for p in content %}{{ p.text }}|{% endfor %}{% endfor %}": "a|b|",
+}
+
+
+@pytest.mark.parametrize(("template", "expected"), TEMPLATES.items(), ids=range(len(TEMPLATES)))
+def test_parts_are_lines_for_a_template_that_takes_text(
+    decoder: Served, monkeypatch: pytest.MonkeyPatch, template: str, expected: str
+) -> None:
+    """As in vLLM, by which engine a chat is tokenised makes no difference. A single string is what it is."""
+    tokenizer = decoder.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    _, told = decoder.ask("/tokenize", {"messages": [{"role": "user", "content": PARTS}]})
+    assert told["tokens"] == tokenizer(expected, add_special_tokens=False)["input_ids"]
+
+
 def test_unknown_fields_are_refused() -> None:
     for make in (plain, part):
         with pytest.raises(RequestError, match="unknown request field"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.connectors.transformers import Core
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.engine.records import Request
-from kvferry.errors import RequestError
+from kvferry.errors import ConfigurationError, RequestError
 
 DRAWN = Sampling(temperature=1.0, seed=7)
 
@@ -222,18 +223,39 @@ DEFAULTS = {
     "nothing said": ({}, Sampling(temperature=1.0)),
     "authors": ({"do_sample": True, "temperature": 0.6, "top_k": 20}, Sampling(temperature=0.6, top_k=20)),
     "greedy": ({"do_sample": False, "repetition_penalty": 1.1}, Sampling(repetition_penalty=1.1)),
+    # transformers takes a whole number for a mistake.
+    "whole number": ({"do_sample": True, "repetition_penalty": 2}, Sampling(temperature=1.0, repetition_penalty=2.0)),
 }
+
+
+def saying(said: dict[str, object], model_path: Path, folder: Path) -> Settings:
+    """The model there, with another generation_config.json."""
+    for file in model_path.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    return Settings(str(folder), num_blocks=8)
 
 
 @pytest.mark.parametrize(("said", "expected"), DEFAULTS.values(), ids=DEFAULTS)
 def test_the_model_s_authors_decide_what_a_request_leaves_open(
     model_path: Path, tmp_path: Path, said: dict[str, object], expected: Sampling
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_path)
-    model.generation_config = GenerationConfig(**said)
-    model.save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((model_path / name).read_bytes())
-    core = Core(Settings(str(tmp_path), num_blocks=8), print)
+    core = Core(saying(said, model_path, tmp_path), print)
     assert core.default_sampling == expected
+    core.stop()
+
+
+@pytest.mark.parametrize("said", [{"min_p": 2}, {"top_k": 0.5}, {"repetition_penalty": -1.0}], ids=str)
+def test_what_no_request_could_say_is_refused_at_start(
+    model_path: Path, tmp_path: Path, said: dict[str, object]
+) -> None:
+    """The first request would end the engine's thread."""
+    with pytest.raises(ConfigurationError, match=r"generation_config\.json"):
+        Core(saying(said, model_path, tmp_path), print)
+
+
+def test_an_answer_ends_with_the_tokenizers_end_as_well(model_path: Path, tmp_path: Path) -> None:
+    """A chat model's may be another one than its base model's, which the file may still name."""
+    core = Core(saying({"eos_token_id": [7, 9]}, model_path, tmp_path), print)
+    assert core.stop_token_ids == {7, 9, core.tokenizer.eos_token_id}
     core.stop()

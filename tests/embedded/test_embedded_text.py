@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvferry.embedded.engine.detokenizer import Detokenizer, StopFilter, TextOptions, TextStream
+from kvferry.connectors.jobs import Scored, TokenLogprob
+from kvferry.embedded.engine.detokenizer import MAX_WINDOW, Detokenizer, StopFilter, TextOptions, TextStream
+from kvferry.embedded.serving.chunks import scored_token
 
 TEXTS = st.text(st.sampled_from("ab €ä漢🚢\n"), max_size=40)
 
@@ -45,6 +49,55 @@ def test_pieces_make_up_the_text_of_any_ids(tokenizer: Any, ids: list[int]) -> N
     assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@pytest.fixture(scope="module")
+def spaced_tokenizer() -> Any:
+    """As in Llama 2, Mistral and TinyLlama: words carry the space before them, and a text is decoded without its
+    first."""
+    words = ["<unk>", "<s>", "</s>", "▁", "▁the", "▁ferry", "▁goes", "s", ".", "▁.", "<0xE2>", "<0x82>", "<0xAC>"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    inner = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+WORDS = st.lists(st.integers(0, 12), max_size=30)
+
+
+@given(prompt=WORDS, ids=WORDS, skips=st.booleans())
+def test_no_space_of_an_answer_is_lost(spaced_tokenizer: Any, prompt: list[int], ids: list[int], skips: bool) -> None:
+    """A prompt that ends within a character is left out: nobody can say what its answer's text is."""
+    prompt = [token_id for token_id in prompt if token_id < 10]
+    detokenizer = Detokenizer(spaced_tokenizer, skips, prompt)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    known = spaced_tokenizer.decode(prompt, skip_special_tokens=skips)
+    whole = spaced_tokenizer.decode([*prompt, *ids], skip_special_tokens=skips)
+    assert known + "".join(pieces) + detokenizer.flush() == whole
+
+
+def test_scored_tokens_have_the_space_before_them(spaced_tokenizer: Any) -> None:
+    """Together they are the answer's text."""
+    prompt, ids = (4,), (5, 7, 2, 6, 8, 9)
+    texts: list[str] = []
+    before: tuple[int, ...] = prompt
+    for token_id in ids:
+        likely = tuple(TokenLogprob(each, -1.0) for each in (token_id, 4))
+        scored = scored_token(spaced_tokenizer, Scored("r", likely[0], likely), 0, before)
+        texts.append(scored.chosen.text)
+        assert [one.text for one in scored.top] == [texts[-1], " the"]
+        before = (token_id,)
+    assert texts == [" ferry", "s", "</s>", " goes", ".", " ."]
+
+
+def test_many_tokens_without_a_text_do_not_make_the_next_ones_slow(spaced_tokenizer: Any) -> None:
+    detokenizer = Detokenizer(spaced_tokenizer)
+    for _ in range(1000):
+        assert detokenizer.push(2) == ""
+    assert detokenizer._done - detokenizer._window <= MAX_WINDOW
+
+
 @given(
     text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=4), data=st.data()
 )
@@ -64,8 +117,10 @@ def test_nothing_of_a_stop_string_is_shown(text: str, stops: list[str], data: st
     if not found:
         assert result == text
     else:
-        assert text.startswith(result)
-        assert any(text.startswith(stop, len(result)) for stop in stops)
+        # The same as letter by letter, whatever the pieces were.
+        ends = min(end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops))
+        longest = max((stop for stop in stops if text[:ends].endswith(stop)), key=len)
+        assert result == text[: ends - len(longest)]
 
 
 @cache
@@ -75,6 +130,30 @@ def _letters() -> Any:
             return "".join(map(chr, token_ids))
 
     return Letters()
+
+
+@pytest.mark.parametrize(
+    ("text", "min_tokens", "stops", "shown"),
+    [
+        ("9atf where", 3, ("f wher",), "9at"),
+        ("9atf where", 4, ("f wher",), "9at"),
+        ("9atf where", 9, ("f wher",), "9atf where"),
+        ("abcab", 3, ("ab", "b"), "abc"),
+        ("xab cb", 3, ("ab c", "b"), "x"),
+        ("aaaa", 3, ("aa",), "aa"),
+    ],
+)
+def test_a_stop_string_counts_if_it_ends_behind_the_first_tokens(
+    text: str, min_tokens: int, stops: tuple[str, ...], shown: str
+) -> None:
+    """As vLLM has it: `min_tokens` says where one may end and not where it may begin."""
+    stream = TextStream(_letters(), TextOptions(stops, min_tokens=min_tokens))
+    pieces = []
+    for number, letter in enumerate(text):
+        pieces.append(stream.push(ord(letter), last=number == len(text) - 1))
+        if stream.stopped:
+            break
+    assert "".join(pieces) == shown
 
 
 def test_the_last_token_brings_all_that_was_kept_back() -> None:

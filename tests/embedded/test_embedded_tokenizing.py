@@ -35,6 +35,26 @@ def test_the_tokens_are_those_that_a_request_computes(decoder: Served, body: dic
     assert expected["usage"]["prompt_tokens"] == len(tokens)
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    decoder: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = decoder.engine
+    longest = max(map(len, engine.tokenizer.get_vocab()))
+    text = "x" * (engine.max_tokens * longest + 1)
+    assert tokens_of(decoder, {"prompt": text})
+
+    def tokenise(*_: object, **__: object) -> None:
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(type(engine.tokenizer), "__call__", tokenise)
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        status, answer = decoder.ask(path, body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded"), answer
+
+
 def test_an_answer_has_the_fields_of_vllm(decoder: Served) -> None:
     tokenizer = decoder.engine.tokenizer
     ids = tokenizer(PROMPT)["input_ids"]

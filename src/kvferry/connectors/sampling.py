@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 GREEDY_BELOW = 1e-5  # as in vLLM: what is colder would overflow
 
@@ -49,3 +53,13 @@ class Sampling:
 
 GREEDY = Sampling()
 """The likeliest token, always."""
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a model's generation_config.json may say about sampling, of what vLLM takes from it."""
+
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -16,7 +17,7 @@ from transformers.utils import logging
 
 from kvferry import Cache, Memory, SharedMemory
 from kvferry.connectors.jobs import Event, GroupSize, Job, Settings, Stopped
-from kvferry.connectors.sampling import GREEDY, Sampling
+from kvferry.connectors.sampling import GREEDY, Sampling, SamplingDefaults
 from kvferry.connectors.step_cost import NO_COST
 from kvferry.connectors.transformers.features import ATTENTION, ATTENTION_OPTIONS
 from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, owning_layers, ring_tokens, share_pool
@@ -30,16 +31,14 @@ from kvferry.options import staging_memory_named
 
 MIN_BLOCK_TOKENS = 4  # transformers refuses smaller pages
 STOP_WITHIN_S = 30.0
-# What generation_config.json may say about sampling, of what vLLM takes from it.
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Core:
     """A loaded model, its cache, and the thread that runs it. In the host, the cache lies in memory that other
     processes can map.
 
-    `emit` is called in the engine's thread for everything that happens. Raises ConfigurationError when the model
-    cannot be loaded or the cache cannot be made.
+    `emit` is called in the engine's thread for everything that happens. `default_sampling` is how the model's authors
+    want its tokens chosen. Raises ConfigurationError when the model cannot be loaded or the cache cannot be made.
     """
 
     def __init__(self, settings: Settings, emit: Callable[[Event], None]) -> None:
@@ -47,6 +46,7 @@ class Core:
         self._on = _device(settings)
         torch.set_num_threads(settings.num_threads)
         self._model, self.tokenizer = _load(settings, self._on.device)
+        self.default_sampling = _default_sampling(self._model.generation_config)
         self._loop_state = LoopState(emit, step_time=SimulatedStepTime(settings.step_cost))
         self._manager = _manager(self._model, settings, self._loop_state)
         processor = self._manager.batch_processor
@@ -105,23 +105,11 @@ class Core:
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """What the model ends its answers with."""
-        ids = self._model.generation_config.eos_token_id
-        if ids is None:
-            return frozenset()
-        return frozenset((ids,) if isinstance(ids, int) else ids)
-
-    @property
-    def default_sampling(self) -> Sampling:
-        """How the model's authors want its tokens chosen (generation_config.json); as vLLM does where they say nothing,
-        at temperature 1. Unlike vLLM, a model that says `do_sample: false` is decoded greedily."""
-        config = self._model.generation_config
-        given = {name: getattr(config, name, None) for name in MODEL_DEFAULTS}
-        defaults = Sampling(temperature=1.0)
-        if config.do_sample is False:
-            defaults = GREEDY
-            given.pop("temperature")
-        return replace(defaults, **{name: value for name, value in given.items() if value is not None})
+        """What the model ends its answers with: what generation_config.json says, and as in vLLM the tokenizer's own
+        end, which a chat model may have learnt where the file still has its base model's."""
+        ids, own = self._model.generation_config.eos_token_id, self.tokenizer.eos_token_id
+        said = () if ids is None else (ids,) if isinstance(ids, int) else ids
+        return frozenset(said) | ({own} if own is not None and own < self.vocab_size else set())
 
     def group_sizes(self) -> tuple[GroupSize, ...]:
         """The cache groups, in the order of the block tables."""
@@ -235,6 +223,22 @@ def _load(settings: Settings, device: torch.device) -> tuple[Any, Any]:
             expected="a folder with a causal language model and its tokenizer, or a name on the Hugging Face Hub",
             hint="check the path or the name; omit --model to use the built-in tiny model",
         ) from None
+
+
+def _default_sampling(config: GenerationConfig) -> Sampling:
+    """How the model's authors want its tokens chosen (generation_config.json); as vLLM does where they say nothing, at
+    temperature 1. Unlike vLLM, a model that says `do_sample: false` is decoded greedily.
+
+    Raises ConfigurationError for what no request could say.
+    """
+    try:
+        given = msgspec.to_builtins(msgspec.convert(config.to_dict(), SamplingDefaults))
+    except msgspec.ValidationError as error:
+        what = "the model's generation_config.json has a value that cannot be used"
+        raise ConfigurationError(what, found=str(error), hint="correct it; each request may say its own") from None
+    if config.do_sample is False:
+        return replace(GREEDY, **given | {"temperature": 0.0})
+    return replace(Sampling(temperature=1.0), **given)
 
 
 def _first_sentence(words: str) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
+# So many tokens of a prompt say how the first one after it is written, as in vLLM.
+CONTEXT_TOKENS = 8
+# Behind so many tokens without a text, the next one is written as at the start of a text.
+MAX_WINDOW = 64
 
 
 class Tokenizer(Protocol):
@@ -15,18 +20,18 @@ class Tokenizer(Protocol):
 
 
 class Detokenizer:
-    """Turns ids into text piece by piece; all pieces together are the text of all ids.
+    """Turns the ids behind a prompt into text piece by piece; all pieces together are the text of all ids.
 
-    Only a window of ids is decoded each time. It starts at a token whose text is out already, because some
-    tokenizers write a token differently at the start of a text.
+    Only a window of ids is decoded each time. It starts at a token that has a text which is out already, because some
+    tokenizers write a token differently at the start of a text: without the space before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._ids: list[int] = []
+        self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._window = 0
-        self._done = 0
+        self._done = len(self._ids)
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; empty while a character is not complete."""
@@ -34,7 +39,9 @@ class Detokenizer:
         text = self._new_text()
         if text.endswith(REPLACEMENT):
             return ""
-        self._window, self._done = self._done, len(self._ids)
+        if text or self._done - self._window >= MAX_WINDOW:
+            self._window = self._done
+        self._done = len(self._ids)
         return text
 
     def flush(self) -> str:
@@ -61,15 +68,22 @@ class StopFilter:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The text that may be shown; after a stop string nothing more."""
+        """The text that may be shown; after a stop string nothing more. Of several the one counts that ends first, as
+        if each letter came alone."""
         if self.stopped:
             return ""
-        text = self._kept + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, stop = min(found)
+        num_old, text = len(self._kept), self._kept + text
+        if found := [(at + len(stop), at) for stop in self._stops if (at := _find(stop, text, num_old)) >= 0]:
+            end, at = min(found)
             self.stopped, self._kept = True, ""
-            return text[: at + len(stop)] if self._include_stop else text[:at]
+            return text[:end] if self._include_stop else text[:at]
+        return self._show(text)
+
+    def pass_over(self, text: str) -> str:
+        """The text that may be shown of one in which no stop string ends the answer; one may begin in it."""
+        return self._show(self._kept + text)
+
+    def _show(self, text: str) -> str:
         cut = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
         self._kept = text[cut:]
         return text[:cut]
@@ -92,11 +106,11 @@ class TextOptions:
 
 
 class TextStream:
-    """The text of one answer: ids in, showable text out."""
+    """The text of one answer to a prompt: ids in, showable text out."""
 
-    def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions, prompt: Sequence[int] = ()) -> None:
         self._options = options
-        self._detokenizer = Detokenizer(tokenizer, options.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, options.skip_special_tokens, prompt)
         self._filter = StopFilter(options.stops, options.include_stop)
         self._num_tokens = 0
 
@@ -117,7 +131,13 @@ class TextStream:
         return text
 
     def _filtered(self, text: str) -> str:
-        return text if self._num_tokens <= self._options.min_tokens else self._filter.push(text)
+        is_early = self._num_tokens <= self._options.min_tokens
+        return self._filter.pass_over(text) if is_early else self._filter.push(text)
+
+
+def _find(stop: str, text: str, num_old: int) -> int:
+    """Where a stop string begins that ends behind the first `num_old` letters; -1 if none does."""
+    return text.find(stop, max(0, num_old - len(stop) + 1))
 
 
 def _overlap(text: str, stop: str) -> int:

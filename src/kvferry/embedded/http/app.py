@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -32,6 +32,7 @@ from kvferry.http.openai import HTTP_CODES, error_body
 from kvferry.http.request_ids import id_of_refusal
 
 MAX_BODY_BYTES = 32 << 20
+CLIENT_CLOSED_REQUEST = 499
 # Routers ask who this is again when it changes.
 EPOCH_HEADER = "x-kvferry-epoch"
 POSTS = "/v1/completions, /v1/chat/completions, /tokenize or /detokenize"
@@ -182,6 +183,7 @@ def create_app(engine: Engine, transfer: AgentTransfer, info: ServeInfo) -> Star
         exception_handlers={
             FerryError: on_ferry_error,
             HTTPException: _on_http_error,
+            ClientDisconnect: _on_disconnect,
             Exception: _on_defect,
         },
     )
@@ -212,6 +214,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         words = str(RequestError(error.detail, found=found, expected=allowed, hint=hint))
     body = error_body(words, "invalid_request_error", HTTP_CODES.get(error.status_code, "http_error"), None)
     return json_response(error.status_code, body, dict(error.headers or {}) | _id_header(request))
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """A client that has left before it had sent its request: nobody is told."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

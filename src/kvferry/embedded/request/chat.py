@@ -5,8 +5,9 @@ Optional fields go to the model's chat template. One that the template does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import msgspec
@@ -121,25 +122,43 @@ def _plain(fields: dict[str, Any], where: str) -> dict[str, Any]:
     optional = {name: getattr(message, name) for name in OPTIONAL if getattr(message, name)}
     if message.tool_calls:
         optional["tool_calls"] = [_call(call, where) for call in message.tool_calls]
-    return {"role": message.role, "content": _text(message, where), **optional}
+    return {"role": message.role, "content": _content(message, where), **optional}
 
 
-def _text(message: ChatMessage, where: str) -> str:
+def _content(message: ChatMessage, where: str) -> str | list[dict[str, str]]:
     if message.content is None and message.role != "assistant":
         found, param = f"role {message.role!r}", f"{where}content"
         raise RequestError("a message has no content", found=found, expected="content: a string", param=param)
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
-    return "".join(_part(part, f"{where}content[{index}].") for index, part in enumerate(message.content))
+    return [_part(part, f"{where}content[{index}].") for index, part in enumerate(message.content)]
 
 
-def _part(fields: dict[str, Any], where: str) -> str:
+def takes_parts(tokens: Iterable[tuple[int, str, str]]) -> bool:
+    """Whether a chat template, in Jinja's tokens, goes over the parts of a content. As in vLLM, others get the text of
+    all parts as one string."""
+    words = [(kind, value.strip("'\"")) for _, kind, value in tokens if kind not in ("whitespace", "data")]
+    for at, word in enumerate(words):
+        if word == ("name", "for"):
+            loop = [value for _, value in takewhile(lambda one: one[0] != "block_end", words[at:])]
+            if "content" in loop[loop.index("in") :] and "(" not in loop:
+                return True
+    return False
+
+
+def joined(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is one string, a line for each part."""
+    content = message["content"]
+    return message if isinstance(content, str) else {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def _part(fields: dict[str, Any], where: str) -> dict[str, str]:
     part = _converted(fields, ContentPart, where)
     if part.type != "text":
         what = f"only text content is supported in {where.rstrip('.')}"
         raise RequestError(what, found=part.type, expected="text", param=f"{where}type")
     refuse_unsupported(SUPPORT[ContentPart], fields, where)
-    return part.text
+    return {"type": "text", "text": part.text}
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:

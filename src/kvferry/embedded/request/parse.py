@@ -163,6 +163,13 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> G
     role = _role(body.kv_transfer_params or {})
     if role.kind == "prefill" and body.stream and not role.is_early:
         raise RequestError("a prefill request cannot be streamed", found="stream", hint="set stream to false")
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(
+            "stream_options is only for answers that are streamed",
+            found="stream_options without stream",
+            hint="set stream to true, or leave stream_options out",
+            param="stream_options",
+        )
     if role.is_early and not body.stream:
         raise RequestError("an early prefill request must be streamed", found="no stream", hint="set stream to true")
     num_choices = _num_choices(body, len(prompts), role)

@@ -6,15 +6,16 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jinja2
 
 from kvferry.connectors.transformers import render
 from kvferry.embedded.engine.async_engine import Engine
-from kvferry.embedded.request.chat import OPTIONAL, ChatPrompt, WatchedMessage, refuse_unread
+from kvferry.embedded.request.chat import OPTIONAL, ChatPrompt, WatchedMessage, joined, refuse_unread, takes_parts
 from kvferry.embedded.request.parse import PromptInput, TextPrompt
-from kvferry.errors import RequestError
+from kvferry.errors import PromptTooLongError, RequestError
 
 Result = TypeVar("Result")
 
@@ -35,8 +36,10 @@ class Prompts:
         """Stop tokenising long texts. One that has been begun is finished."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def token_ids(self, prompt: PromptInput) -> tuple[int, ...]:
-        """Return a prompt's token ids. Raises RequestError when messages do not fit the model's chat template."""
+    async def token_ids(self, prompt: PromptInput, is_limited: bool = False) -> tuple[int, ...]:
+        """Return a prompt's token ids. Raises RequestError when messages do not fit the model's chat template, and
+        PromptTooLongError, if `is_limited`, for a text of which the engine could not take the tokens however long each
+        is: others wait for theirs meanwhile."""
         match prompt:
             case tuple():
                 return prompt
@@ -45,7 +48,24 @@ class Prompts:
             case ChatPrompt():
                 size = sum(_size(message.get("content")) for message in prompt.messages)
                 text = await self._off_loop(size, lambda: self._rendered(prompt))
+        if is_limited:
+            self._check_length(text)
         return await self._off_loop(len(text), lambda: self._ids(text, prompt.add_special_tokens))
+
+    def _check_length(self, text: str) -> None:
+        most = self._engine.max_tokens * self._longest_token
+        if len(text) > most:
+            raise PromptTooLongError(
+                "the prompt is too long for this engine",
+                found=f"{len(text)} characters",
+                expected=f"at most {self._engine.max_tokens} tokens, which are {most} characters at most",
+                hint="shorten the prompt",
+                param="prompt",
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._engine.tokenizer.get_vocab()))
 
     async def token_strs(self, token_ids: tuple[int, ...]) -> list[str]:
         """Each token as the tokenizer's vocabulary writes it."""
@@ -89,17 +109,19 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _rendered(self, chat: ChatPrompt) -> str:
-        tokenizer, watched = self._engine.tokenizer, [WatchedMessage(message) for message in chat.messages]
+        tokenizer = self._engine.tokenizer
         try:
+            messages = self._with_parts(chat.messages)
+            watched = [WatchedMessage(message) for message in messages]
             self._check_values(chat.template_values)
             text = tokenizer.apply_chat_template(
-                chat.messages,
+                messages,
                 tokenize=False,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 **chat.template_values,
             )
-            if any(message.keys() & OPTIONAL for message in chat.messages):
+            if any(message.keys() & OPTIONAL for message in messages):
                 render(
                     tokenizer, watched, {"add_generation_prompt": chat.add_generation_prompt, **chat.template_values}
                 )
@@ -112,6 +134,13 @@ class Prompts:
             ) from None
         refuse_unread(watched)
         return str(text)
+
+    def _with_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages whose parts are as the model's chat template takes them."""
+        is_plain = all(isinstance(message["content"], str) for message in messages)
+        if is_plain or takes_parts(jinja2.Environment().lex(self._engine.tokenizer.get_chat_template())):
+            return messages
+        return [joined(message) for message in messages]
 
     def _check_values(self, values: dict[str, Any]) -> None:
         """Refuse a name that the template does not have, since it would be ignored, and one that transformers has,

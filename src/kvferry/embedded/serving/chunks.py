@@ -32,11 +32,15 @@ class ScoredToken:
     text_offset: int
 
 
-def scored_token(tokenizer: Tokenizer, scored: Scored, text_offset: int) -> ScoredToken:
-    """A scored token with texts in place of token ids, each token decoded by itself."""
+def scored_token(tokenizer: Tokenizer, scored: Scored, text_offset: int, before: Sequence[int]) -> ScoredToken:
+    """A scored token with texts in place of token ids, each token decoded by itself, but for the space that some
+    tokenizers leave out at the start of a text. `before` has the id of the token before it."""
+    known = tokenizer.decode([*before], skip_special_tokens=False)
 
     def candidate(found: TokenLogprob) -> Candidate:
         text = tokenizer.decode([found.token_id], skip_special_tokens=False)
+        if tokenizer.decode([*before, found.token_id], skip_special_tokens=False) == f"{known} {text}":
+            text = f" {text}"
         return Candidate(text, max(found.logprob, LEAST))
 
     return ScoredToken(candidate(scored.chosen), tuple(candidate(one) for one in scored.top), text_offset)

@@ -106,7 +106,7 @@ class Service:
 
     async def call(self, request_id: str, ask: GenerationRequest) -> TokenizedRequest:
         """Tokenise the prompts. Raises RequestError, PromptTooLongError."""
-        prompts = [await self.prompts.token_ids(prompt) for prompt in ask.prompts]
+        prompts = [await self.prompts.token_ids(prompt, is_limited=True) for prompt in ask.prompts]
         bad_words_ids = await self.prompts.bad_words_ids(ask.sampling.bad_words)
         sampling = ask.sampling.over(self.engine.default_sampling, bad_words_ids)
         # As in vLLM, the choices of one prompt are drawn with neighbouring seeds.
@@ -231,7 +231,7 @@ class Service:
     def _prefilled(self, call: TokenizedRequest, first: Token, reference: dict[str, object]) -> AnswerChunk:
         report = Report(tokens_computed=first.num_computed)
         self.metrics.count_answer(report, 1)
-        text = TextStream(self.engine.tokenizer, call.ask.text).push(
+        text = TextStream(self.engine.tokenizer, call.ask.text, call.requests[0].prompt).push(
             first.token_id, last=True, is_stop=first.finish_reason == "stop"
         )
         return AnswerChunk(text, (first.token_id,), first.finish_reason, report, reference)
@@ -292,7 +292,8 @@ class Service:
     async def _pieces(
         self, call: TokenizedRequest, tokens: AsyncGenerator[Token, None], report: Report, index: int = 0
     ) -> AsyncGenerator[AnswerChunk, None]:
-        text, num_tokens, offset = TextStream(self.engine.tokenizer, call.ask.text), 0, 0
+        text = TextStream(self.engine.tokenizer, call.ask.text, call.requests[index].prompt)
+        num_tokens, offset, before = 0, 0, call.requests[index].prompt[-1:]
         # The echo does not come before the first token: until then an error has a status of its own.
         echo = call.echoes[index] if call.echoes else ""
         try:
@@ -305,7 +306,8 @@ class Service:
                     echo = ""
                     finish_reason = "stop" if text.stopped else token.finish_reason
                     found = token.scored
-                    scored = () if found is None else (scored_token(self.engine.tokenizer, found, offset),)
+                    scored = () if found is None else (scored_token(self.engine.tokenizer, found, offset, before),)
+                    before = (token.token_id,)
                     offset += sum(len(one.chosen.text) for one in scored)
                     yield AnswerChunk(shown, (token.token_id,), finish_reason, report, index=index, scored=scored)
                     if finish_reason:
