@@ -44,6 +44,19 @@ async def ask(c: Cluster, path: str = TOKENIZE, body: object = None, **options) 
         return Reply(response.status, response.headers, await response.read())
 
 
+@pytest.mark.timeout(60)
+async def test_an_engine_is_left_with_the_client():
+    d = decode_engine(behave=hanging)
+    async with cluster([], [d]) as c:
+        asking = asyncio.create_task(ask(c))
+        await d.arrived.wait()
+        asking.cancel()
+        await d.left.wait()
+        line = f'kvferry_router_requests_total{{endpoint="{TOKENIZE}",path="none",status="499"}}'
+        while not await c.metric(line):
+            await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("path", [TOKENIZE, "/detokenize"])
 async def test_a_decode_instance_answers_and_its_answer_is_passed_on(path):
     p, d = prefill_engine(behave=tokenizing), decode_engine(behave=tokenizing)

@@ -17,7 +17,7 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvferry import __version__
 from kvferry.errors import FerryError, RequestError
@@ -225,6 +225,10 @@ class Generate:
             driver.close(self._endpoint)
 
 
+async def _unsent(_: Message) -> None:
+    """Send nothing."""
+
+
 async def tokenizer(http: Request) -> Response:
     """Have one engine answer a request about tokens, and pass its answer on."""
     path, headers = TokenizerPath(http.scope["path"]), http.scope["headers"]
@@ -235,9 +239,14 @@ async def tokenizer(http: Request) -> Response:
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     request = HttpRequest("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
-    answer = await ask(state.services, request, began_s + timeout_of(headers))
-    state.metrics.requests.labels(path, NO_PATH, answer.status).inc()
-    response = Response(answer.body, answer.status)
+    asked = partial(ask, state.services, request, began_s + timeout_of(headers))
+    # The framework sends the answer.
+    answer = await Client(http.receive, _unsent).unless_left(asked, 0.0)
+    status = CLIENT_CLOSED_REQUEST if answer is None else answer.status
+    state.metrics.requests.labels(path, NO_PATH, status).inc()
+    if answer is None:
+        return Response(status_code=status)
+    response = Response(answer.body, status)
     response.raw_headers = [*answer.headers, (b"x-request-id", request_id.encode())]
     return response
 
