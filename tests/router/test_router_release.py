@@ -20,7 +20,7 @@ from router_harness import (
 from test_router_flow import D0, P0, REQUEST, failed, pick, play, to_prefilling
 
 from kvferry.router.commands import Cancel, EndWithError, Forward, Refuse, Relay, Release, Send
-from kvferry.router.events import Answered, ClientGone, Failed, Opened
+from kvferry.router.events import Answered, ClientGone, Ended, Failed, Opened
 from kvferry.router.flow import client
 from kvferry.router.flow.state_machine import Flow
 from kvferry.router.policy.records import NoInstance, Role
@@ -71,6 +71,12 @@ def test_a_cache_that_decode_will_not_answer_from_is_released(event, commands):
 )
 def test_an_answer_that_has_begun_has_read_its_cache(event, commands):
     play(Flow(REQUEST), *to_decoding(), (Opened(can_append=True), [Relay()]), (event, commands))
+
+
+def test_a_cache_that_decode_could_not_read_is_released():
+    """A broken link: decode cannot tell prefill either."""
+    opened = Opened(can_append=True, is_recomputed=True)
+    play(Flow(REQUEST), *to_decoding(), (opened, [released("recomputed"), Relay()]), (Ended(), []))
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,11 @@ class Promised:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """D's success with the first byte of its body. `can_append` tells whether a frame of ours may follow it."""
+    """D's success with the first byte of its body. `can_append` tells whether a frame of ours may follow it,
+    `is_recomputed` that D has computed the prompt because P's cache did not come."""
 
     can_append: bool
+    is_recomputed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

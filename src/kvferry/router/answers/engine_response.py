@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from kvferry.http.request_fields import DecodeOnlyReason
@@ -9,6 +11,7 @@ from kvferry.router.request.lenient_json import decoded
 from kvferry.wire.messages import Reason
 
 REASONS = frozenset((*Reason, *DecodeOnlyReason))
+CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
 
 
 class PrefillAnswer(msgspec.Struct):
@@ -37,6 +40,11 @@ def kept_cache(body: bytes) -> bytes:
     """`kv_transfer_params` of a prefill answer as it came: `null` if there is none, empty if it is no answer."""
     found = decoded(body, PrefillAnswer)
     return bytes(found.kv_transfer_params) if found else b""
+
+
+def is_recomputed(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Whether a decode engine says that it has computed a prompt whose cache did not come."""
+    return any(name.lower() == CACHE and value == b"recomputed" for name, value in headers)
 
 
 def known_reason(word: str) -> str:

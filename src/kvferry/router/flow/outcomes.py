@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.http.request_fields import DecodeOnlyReason
-from kvferry.router.answers.engine_response import known_reason, lost_cache
+from kvferry.router.answers.engine_response import CACHE_REASON, is_recomputed, known_reason, lost_cache
 from kvferry.router.events import (
     INSTANCE_DOWN,
     PREFILL_GONE,
@@ -33,7 +33,6 @@ from kvferry.wire.messages import Reason
 BLAMELESS = GONE | {EXHAUSTED, INSTANCE_DOWN, TOO_LATE, PREFILL_LOST, PREFILL_GONE, PREFILL_REFUSED}
 # These lie in the request: with any other pair of engines it would be the same.
 OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *DecodeOnlyReason))
-CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +255,9 @@ class OutcomeRecorder:
         """Whether a cache has come. Engines that are not kvferry's do not say: their answer counts as a yes."""
         if reservation.instance.role is not Role.DECODE or not self._divided or self._pair is None:
             return False
-        told = {name.lower(): value for name, value in headers}
-        if told.get(CACHE) == b"recomputed":
-            self._lost(self._pair, known_reason(told.get(CACHE_REASON, b"").decode("latin-1")))
+        if is_recomputed(headers):
+            reasons = [value for name, value in headers if name.lower() == CACHE_REASON]
+            self._lost(self._pair, known_reason(b"".join(reasons).decode("latin-1")))
             return False
         self._pool.arrived(self._pair)
         return True

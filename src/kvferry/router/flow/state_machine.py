@@ -194,9 +194,11 @@ class Flow:
 
     def relay(self, event: events.Opened) -> list[Command]:
         self.state = State.RELAYING
+        # D could not read it, and may not have been able to tell P either.
+        releases = self._release("recomputed") if event.is_recomputed else []
         self._kept = self._transfer = b""
         self._can_append = event.can_append
-        return [commands.Relay()]
+        return [*releases, commands.Relay()]
 
     def end(self, event: events.Ended) -> list[Command]:
         self.state = State.DONE

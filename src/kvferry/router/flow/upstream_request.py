@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvferry.errors import PeerError
 from kvferry.http.client_errors import client_error_text
 from kvferry.router.answers.answer_format import AnswerFormat
-from kvferry.router.answers.engine_response import promised_cache, stream_failure, streamed_error
+from kvferry.router.answers.engine_response import is_recomputed, promised_cache, stream_failure, streamed_error
 from kvferry.router.events import INSTANCE_DOWN, NOT_WANTED, TOO_LATE, Answered, Ended, Failed, Opened, Promised
 from kvferry.router.fleet.instance import Reservation
 from kvferry.router.policy.records import Instance, Role
@@ -230,7 +230,7 @@ class UpstreamRequest:
             # An engine that begins a stream before it knows how that will go: nothing of it has reached the client.
             return Answered(failed, self._first + await response.whole(self._services.config.max_answer_bytes))
         if is_decode:
-            return Opened(is_stream)
+            return Opened(is_stream, is_recomputed(response.headers))
         promised = promised_cache(self._first)
         return Promised(promised) if promised else self._failed(_no_promise(self._first), MALFORMED)
 
