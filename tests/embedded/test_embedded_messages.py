@@ -72,6 +72,9 @@ TEMPLATES = {
     "{% for m in messages %}{% for p in m['content'] %}[{{ p['text'] }}]{% endfor %}{% endfor %}": "[a][b]",
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{%- for p in m.content -%}"
     "{{ p.text }}{% endfor %}{% endif %}{% endfor %}": "ab",
+    "{% for m in messages %}{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}{{ p['text'] }};"
+    "{% endfor %}{% endfor %}": "a;b;",
+    "{% for m in messages if m.content %}{{ m.content }}{% endfor %}": "a\nb",
     "{% for m in messages %}{% set content = m['content'] %}"
     "{% for p in content %}{{ p.text }}|{% endfor %}{% endfor %}": "a|b|",
 }

@@ -57,6 +57,7 @@ class Engine:
     info: dict = field(default_factory=dict)
     # What servers of SGLang tell.
     server_info: dict = field(default_factory=dict)
+    server_info_status: int = 200
     models: list[dict] = field(default_factory=list)
     models_status: int = 200
     seen: list[Seen] = field(default_factory=list)
@@ -88,7 +89,7 @@ class Engine:
         return web.json_response(self.info, status=200 if self.info else 404)
 
     async def tell_server_info(self, request: web.Request) -> web.Response:
-        return web.json_response(self.server_info, status=200 if self.server_info else 404)
+        return web.json_response(self.server_info, status=self.server_info_status if self.server_info else 404)
 
     async def release(self, request: web.Request) -> web.Response:
         self.released.put_nowait(await request.json())

@@ -57,15 +57,29 @@ def test_a_trial_whose_answer_is_long_does_not_keep_others_out():
     assert not breaker.may_begin(64.9)
     assert breaker.may_begin(65.0)
     second = breaker.begin(65.0)
+    # How long others wait is up to the newest one.
+    breaker.answers(66.0, trial)
     assert not breaker.may_begin(90.0)
-    # The first one is no trial any more.
-    breaker.answers(70.0, trial)
-    breaker.failed(70.0, trial)
-    assert breaker.state(70.0) is BreakerState.HALF_OPEN
+    breaker.abandoned(trial)
     assert not breaker.may_begin(90.0)
-    breaker.failed(90.0, second)
-    assert breaker.state(99.9) is BreakerState.OPEN
-    assert breaker.may_begin(100.0)
+    breaker.abandoned(second)
+    assert breaker.may_begin(90.0)
+
+
+def test_any_trial_that_fails_opens_it_again_for_longer():
+    """An engine whose streams all break off late, each after another trial has begun."""
+    breaker = blown()
+    first = breaker.begin(5.0)
+    breaker.answers(6.0, first)
+    second = breaker.begin(11.0)
+    breaker.answers(12.0, second)
+    breaker.failed(16.0, first)
+    assert breaker.state(25.9) is BreakerState.OPEN
+    assert breaker.may_begin(26.0)
+    # What began before it opened again says nothing new.
+    breaker.begin(26.0)
+    breaker.failed(27.0, second)
+    assert breaker.state(27.0) is BreakerState.HALF_OPEN
 
 
 def test_a_trial_that_fails_doubles_the_time_up_to_a_limit():

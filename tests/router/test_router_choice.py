@@ -118,6 +118,18 @@ def test_a_full_instance_takes_nothing_while_another_has_room():
     assert balanced(question(decode=[warm, down], cost=task, limits=limits, is_retry=True)) == UseInstance(D[0])
 
 
+def test_an_instance_in_no_pair_is_no_room():
+    """Amid a rollout, say: it would answer with an error, or compute what others are there for."""
+    limits = Limits(max_requests=1)
+    full, unpaired = Load(D[0], True, 1, 0), Load(D[1], True, 0, 0, num_partners=0, computes_prompts=False)
+    assert balanced(question(decode=[full, unpaired], limits=limits)) == Overloaded("decode_full", 1)
+    assert balanced(question(decode=[full, unpaired], limits=limits, is_retry=True)) == UseInstance(D[0])
+    # Of what cannot be divided, all that computes is room.
+    whole = dataclasses.replace(TASK, is_divisible=False)
+    alone = Load(D[1], True, 0, 0, num_partners=0)
+    assert balanced(question(decode=[full, alone], cost=whole, limits=limits)) == UseInstance(D[1])
+
+
 def test_the_first_token_is_estimated_from_the_queue_the_speed_and_the_handover():
     slow = load(P[0], 4000, tokens_per_s=1000.0)
     fast = load(P[1], 20000, tokens_per_s=10000.0)

@@ -74,7 +74,7 @@ async def test_what_is_known_of_an_engine_outlives_a_question_that_it_does_not_a
         if trouble == "models":
             d.models_status = 503
         elif trouble == "server_info":
-            told, d.server_info = d.server_info, {}
+            d.server_info_status = 503
         else:
             d.models = [{"id": "x" * probes.MAX_INFO_BYTES, "owned_by": "vllm"}]
         for _ in range(4):
@@ -84,10 +84,33 @@ async def test_what_is_known_of_an_engine_outlives_a_question_that_it_does_not_a
         assert (await c.complete()).status == 200
         # Other words are heard as soon as it speaks.
         d.models_status, d.models = 200, [{"id": "other", "owned_by": d.models[0]["owned_by"]}]
-        if trouble == "server_info":
-            d.server_info = told
+        d.server_info_status = 200
         while c.app.state.pool.info_of(Instance(d.url, Role.DECODE)).models != ("other",):
             await asyncio.sleep(0)
+
+
+async def test_an_engine_that_could_not_say_who_it_is_when_it_came_is_asked_at_its_next_probe():
+    d = decode_engine()
+    d.models, d.models_status = [{"id": "tiny", "owned_by": "vllm"}], 503
+    async with cluster([], [d]) as c:
+        pool, instance = c.app.state.pool, Instance(d.url, Role.DECODE)
+        prober, state = probes.Prober(c.app.state.services.http, pool, c.app.state.config), pool.probed_state(instance)
+        assert (state.healthy, state.info.models) == (True, ())
+        d.models_status = 200
+        await prober._probe(state)
+        assert state.info.models == ("tiny",)
+
+
+async def test_a_server_of_sglang_without_that_path_is_heard_nevertheless():
+    d = sglang_engine("null", streaming(ONE, DONE))
+    d.server_info = {}
+    async with cluster([], [d]) as c:
+        pool, instance = c.app.state.pool, Instance(d.url, Role.DECODE)
+        prober, state = probes.Prober(c.app.state.services.http, pool, c.app.state.config), pool.probed_state(instance)
+        d.models = [{"id": "other", "owned_by": "sglang"}]
+        for _ in range(probes.PROBES_PER_INFO):
+            await prober._probe(state)
+        assert state.info.models == ("other",)
 
 
 async def test_a_probe_tells_nothing_of_who_came_after_its_instance(monkeypatch):

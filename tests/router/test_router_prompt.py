@@ -152,6 +152,16 @@ def test_many_instances_share_the_room_of_an_index():
     assert index.num_known(instances[0], range(1000, 1008)) == 4
 
 
+def test_an_instance_that_is_given_nothing_any_more_makes_room_as_well():
+    index, instances = (
+        PrefixIndex(max_names=8, max_in_all=20),
+        [Instance(f"http://p{n}", Role.PREFILL) for n in range(5)],
+    )
+    for number, instance in enumerate([*instances, *[instances[4]] * 5]):
+        index.remember(instance, range(100 * number, 100 * number + 8))
+    assert [len(names) for names in index._names.values()] == [4] * 5
+
+
 def test_speed_is_measured_while_there_is_work():
     speed = PrefillSpeed()
     assert speed.tokens_per_s == 0

@@ -249,7 +249,8 @@ def test_a_state_of_fixed_size_is_only_good_after_the_tokens_that_made_it():
 
 
 @pytest.mark.parametrize(
-    ("window", "chunk", "ring"), [(4, 0, 4), (4, 0, 3), (0, 4, 4), (4, 0, 5), (0, 3, 4), (9, 0, 9)]
+    ("window", "chunk", "ring"),
+    [(4, 0, 4), (4, 0, 3), (0, 4, 4), (4, 0, 5), (0, 3, 4), (0, 2, 3), (1, 0, 1), (9, 0, 9)],
 )
 def test_of_a_ring_only_what_has_not_been_written_over_can_be_claimed(window, chunk, ring):
     """The ring is played: what the next token sees has to be the last that was written to its place."""

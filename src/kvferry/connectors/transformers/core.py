@@ -232,7 +232,7 @@ def _default_sampling(config: GenerationConfig) -> Sampling:
     Raises ConfigurationError for what no request could say.
     """
     try:
-        given = msgspec.to_builtins(msgspec.convert(config.to_dict(), SamplingDefaults))
+        given = msgspec.to_builtins(msgspec.convert(config.to_dict(), SamplingDefaults, strict=False))
     except msgspec.ValidationError as error:
         what = "the model's generation_config.json has a value that cannot be used"
         raise ConfigurationError(what, found=str(error), hint="correct it; each request may say its own") from None

@@ -51,7 +51,8 @@ class Detokenizer:
         return text
 
     def _new_text(self) -> str:
-        known = self._decode(self._ids[self._window : self._done])
+        # A prompt of token ids may end within a character, which is shown when it is whole.
+        known = self._decode(self._ids[self._window : self._done]).rstrip(REPLACEMENT)
         return self._decode(self._ids[self._window :])[len(known) :]
 
     def _decode(self, ids: list[int]) -> str:

@@ -5,11 +5,13 @@ Optional fields go to the model's chat template. One that the template does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any, TypeVar
 
+import jinja2
 import msgspec
 
 from kvferry.embedded.request.bodies import (
@@ -134,13 +136,17 @@ def _content(message: ChatMessage, where: str) -> str | list[dict[str, str]]:
     return [_part(part, f"{where}content[{index}].") for index, part in enumerate(message.content)]
 
 
-def takes_parts(tokens: Iterable[tuple[int, str, str]]) -> bool:
-    """Whether a chat template, in Jinja's tokens, goes over the parts of a content. As in vLLM, others get the text of
-    all parts as one string."""
+@lru_cache(maxsize=8)
+def takes_parts(template: str) -> bool:
+    """Whether a chat template goes over the parts of a content. As in vLLM, others get the text of all parts as one
+    string."""
+    tokens = jinja2.Environment().lex(template)
     words = [(kind, value.strip("'\"")) for _, kind, value in tokens if kind not in ("whitespace", "data")]
     for at, word in enumerate(words):
         if word == ("name", "for"):
-            loop = [value for _, value in takewhile(lambda one: one[0] != "block_end", words[at:])]
+            # What is gone over ends where it is filtered, or chosen from.
+            over = takewhile(lambda one: one[0] != "block_end" and one[1] not in ("|", "if"), words[at:])
+            loop = [value for _, value in over]
             if "content" in loop[loop.index("in") :] and "(" not in loop:
                 return True
     return False

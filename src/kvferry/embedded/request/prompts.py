@@ -138,7 +138,7 @@ class Prompts:
     def _with_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages whose parts are as the model's chat template takes them."""
         is_plain = all(isinstance(message["content"], str) for message in messages)
-        if is_plain or takes_parts(jinja2.Environment().lex(self._engine.tokenizer.get_chat_template())):
+        if is_plain or takes_parts(self._engine.tokenizer.get_chat_template()):
             return messages
         return [joined(message) for message in messages]
 

@@ -47,8 +47,10 @@ class Breaker:
         self._num_failures = 0
         self._open_s = settings.open_s
         self._closed_again_at: float | None = None
+        # The newest one, and all whose end is not known: any of them may fail.
         self._trial: Trial | None = None
         self._trial_until = math.inf
+        self._trials: set[Trial] = set()
 
     def state(self, now: float) -> BreakerState:
         if self._closed_again_at is None:
@@ -66,36 +68,41 @@ class Breaker:
         if self.state(now) is not BreakerState.HALF_OPEN:
             return None
         self._trial, self._trial_until = Trial(), math.inf
+        self._trials.add(self._trial)
         return self._trial
 
     def answers(self, now: float, trial: Trial | None) -> None:
         """Note that an answer has begun. Whether it is worth anything shows at its end."""
-        if self._is_on(trial):
+        if trial is not None and trial is self._trial:
             self._trial_until = now + self._settings.open_s
 
     def succeeded(self) -> None:
         """Note a success: whatever was before is forgotten."""
-        self._num_failures, self._closed_again_at, self._trial = 0, None, None
+        self._num_failures, self._closed_again_at = 0, None
         self._open_s = self._settings.open_s
+        self._end_trials()
 
     def failed(self, now: float, trial: Trial | None = None) -> None:
         state = self.state(now)
-        if state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and not self._is_on(trial)):
+        if state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and trial not in self._trials):
             return
         self._num_failures += 1
         if state is BreakerState.HALF_OPEN:
             self._open_s = min(self._open_s * 2, self._settings.max_open_s)
         elif self._num_failures < self._settings.num_failures:
             return
-        self._closed_again_at, self._trial = now + self._open_s, None
+        self._closed_again_at = now + self._open_s
+        self._end_trials()
 
     def abandoned(self, trial: Trial | None) -> None:
-        """Note an end that tells nothing. If it was that of the trial, the next request is the trial."""
-        if self._is_on(trial):
-            self._trial = None
+        """Note an end that tells nothing. If it was that of the newest trial, the next request is one."""
+        if trial is not None:
+            self._trials.discard(trial)
+            self._trial = None if trial is self._trial else self._trial
 
-    def _is_on(self, trial: Trial | None) -> bool:
-        return trial is not None and trial is self._trial
+    def _end_trials(self) -> None:
+        self._trial = None
+        self._trials.clear()
 
 
 class BreakerTable(Generic[Key]):

@@ -212,7 +212,7 @@ class Prober:
             return
         info, is_whole = await self._ask_info(state.instance)
         if not is_whole:
-            state.num_probes -= 1
+            state.num_probes = -1
         if self._is_there(state) and (is_new or is_whole):
             self._pool.introduce(state.instance, info)
 
@@ -227,7 +227,7 @@ class Prober:
         owners, names = {model.owned_by for model in models.data}, tuple(model.id for model in models.data)
         if OWNER in owners:
             server = await self._fetch(instance, "/server_info")
-            return sglang_info(server or b"", instance.role, names), bool(server)
+            return sglang_info(server or b"", instance.role, names), None not in (told, listed, server)
         version = await self._fetch(instance, "/version")
         known = (decoded(version or b"", Version) or Version()).version
         return EngineInfo(" ".join(sorted(owners)), known, models=names), None not in (told, listed, version)

@@ -65,7 +65,7 @@ class Client:
 
     def _leave(self, grace_s: float) -> None:
         self.has_left = True
-        if self._limit is not None:
+        if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + grace_s)
 
     def _watch_stall(self, in_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvferry.router.policy.least_work import able, choose
+from kvferry.router.policy.least_work import able, choose, eligible
 from kvferry.router.policy.records import Load, Overloaded, RoutingQuery
 
 MIN_RETRY_S, MAX_RETRY_S = 1, 60
@@ -16,7 +16,8 @@ def refusal(query: RoutingQuery) -> Overloaded | None:
     decode, limits = able(query.decode), query.limits
     if query.is_retry or not decode:
         return None
-    if limits.max_requests and all(load.num_outstanding >= limits.max_requests for load in decode):
+    most, choice = limits.max_requests, eligible(decode, query.cost)
+    if most and all(load.num_outstanding >= most for load in choice):
         return Overloaded("decode_full", _retry_after_s(1.0))
     late_s = first_token_s(query) - limits.ttft_s if limits.ttft_s else 0.0
     return Overloaded("ttft", _retry_after_s(late_s)) if late_s > 0 and not _is_idle(query) else None

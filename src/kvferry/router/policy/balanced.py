@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.router.policy.admission import refusal
-from kvferry.router.policy.least_work import able, choose
+from kvferry.router.policy.least_work import choose, eligible
 from kvferry.router.policy.prefill_threshold import skip
 from kvferry.router.policy.records import Decision, Load, NoInstance, Role, RoutingQuery, UseInstance
 
@@ -25,4 +25,5 @@ def _with_room(query: RoutingQuery) -> tuple[Load, ...]:
     most = query.limits.max_requests
     if query.role is not Role.DECODE or not most:
         return query.candidates
-    return tuple(load for load in able(query.candidates) if load.num_outstanding < most) or query.candidates
+    choice = eligible(query.candidates, query.cost)
+    return tuple(load for load in choice if load.num_outstanding < most) or query.candidates

@@ -18,6 +18,15 @@ def able(loads: Sequence[Load]) -> list[Load]:
     return [load for load in healthy if load.ready] or [load for load in healthy if load.instance.role is Role.DECODE]
 
 
+def eligible(loads: Sequence[Load], cost: RequestCost) -> list[Load]:
+    """Return the loads among which a request has a choice: those of instances in a pair, if it can be divided and there
+    is one."""
+    found = able(loads)
+    if cost.is_divisible and any(load.num_partners for load in found):
+        return [load for load in found if load.num_partners]
+    return found
+
+
 def choose(loads: Sequence[Load], cost: RequestCost = NO_COST) -> Instance | None:
     """The able instance with the least work, this request's included; None when there is none.
 
@@ -28,9 +37,7 @@ def choose(loads: Sequence[Load], cost: RequestCost = NO_COST) -> Instance | Non
     A prompt with prefixes goes to its home as long as that is at most this request's work behind the best one, so that
     prompts that begin alike meet, and a popular beginning still spreads.
     """
-    candidates = able(loads)
-    if cost.is_divisible and any(load.num_partners for load in candidates):
-        candidates = [load for load in candidates if load.num_partners]
+    candidates = eligible(loads, cost)
     if not candidates:
         return None
     priced = [(_cost(load, cost), load) for load in candidates]

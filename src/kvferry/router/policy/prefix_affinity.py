@@ -9,15 +9,18 @@ from kvferry.router.policy.records import Instance
 
 # About 400 bytes each.
 MAX_NAMES = 1 << 20
+# A request does not wait for more.
+MAX_TRIMMED = 128
 
 
 class PrefixIndex:
-    """Remembers the last `max_names` prefixes per instance, and of many instances no more than `max_in_all` altogether;
-    those that were not used longest are forgotten."""
+    """Remembers the last `max_names` prefixes per instance, and of many instances soon no more than `max_in_all`
+    altogether; those that were not used longest are forgotten."""
 
     def __init__(self, max_names: int = 16384, max_in_all: int = MAX_NAMES) -> None:
         self._max_names, self._max_in_all = max_names, max_in_all
-        self._names: dict[Instance, OrderedDict[int, None]] = {}
+        # Whoever was looked at longest ago, for names that are too many, comes first.
+        self._names: OrderedDict[Instance, OrderedDict[int, None]] = OrderedDict()
         # The instances of each prefix, for whoever cannot ask all instances. Dictionaries keep their order.
         self._holders: dict[int, dict[Instance, None]] = {}
 
@@ -29,8 +32,11 @@ class PrefixIndex:
             names[name] = None
             names.move_to_end(name)
             self._holders.setdefault(name, {})[instance] = None
-        while len(names) > min(self._max_names, self._max_in_all // len(self._names)):
-            self._drop(instance, names.popitem(last=False)[0])
+        self._trim(instance, len(names))
+        # Of one that is given nothing any more, while others have come.
+        other = next(iter(self._names))
+        self._trim(other, MAX_TRIMMED)
+        self._names.move_to_end(other)
 
     def num_known(self, instance: Instance, prefixes: Sequence[int]) -> int:
         """How many of the prefixes, from the shortest on, it has seen."""
@@ -48,6 +54,12 @@ class PrefixIndex:
         """Forget an instance that has left, or has been restarted: its cache is gone."""
         for name in self._names.pop(instance, ()):
             self._drop(instance, name)
+
+    def _trim(self, instance: Instance, at_most: int) -> None:
+        names = self._names[instance]
+        too_many = len(names) - min(self._max_names, self._max_in_all // len(self._names))
+        for _ in range(min(too_many, at_most)):
+            self._drop(instance, names.popitem(last=False)[0])
 
     def _drop(self, instance: Instance, name: int) -> None:
         holders = self._holders[name]

@@ -265,9 +265,10 @@ class SourceSession:
         named = layout.state_named()
         for placement in layout.placements if claim.num_tokens else ():
             state, kept = named[placement.state], layout.groups[placement.group].kept(leased)
+            seen = state.seen_by_next(TokenRange(0, claim.num_tokens))
             if not state.per_token and claim.num_tokens != leased:
                 what = "the states of fixed size belong to a prompt of another length"
-            elif state.per_token and state.seen_by_next(TokenRange(0, claim.num_tokens)).first < kept.first:
+            elif state.per_token and seen and seen.first < kept.first:
                 what = "the tokens after this part of a prompt have been written over what is seen of it"
             else:
                 continue
