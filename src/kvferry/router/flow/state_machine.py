@@ -193,11 +193,10 @@ class Flow:
         return self._lose_decode(event.reason, refusals.decode_failed(event), is_unread=event.reason in GONE)
 
     def relay(self, event: events.Opened) -> list[Command]:
-        self.state = State.RELAYING
+        self.state, self._can_append = State.RELAYING, event.can_append
         # D could not read it, and may not have been able to tell P either.
         releases = self._release("recomputed") if event.is_recomputed else []
         self._kept = self._transfer = b""
-        self._can_append = event.can_append
         return [*releases, commands.Relay()]
 
     def end(self, event: events.Ended) -> list[Command]:
