@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from embedded_server import Served
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
@@ -95,6 +96,18 @@ def test_scored_tokens_have_the_space_before_them(spaced_tokenizer: Any) -> None
         assert [one.text for one in scored.top] == [texts[-1], " the"]
         before = (token_id,)
     assert texts == [" ferry", "s", "</s>", " goes", ".", " ."]
+
+
+def test_an_answer_begins_as_it_does_behind_its_prompt(
+    decoder: Served, spaced_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder.engine, "tokenizer", spaced_tokenizer)
+    asked = {"prompt": [4], "max_tokens": 3, "ignore_eos": True, "allowed_token_ids": [5, 6], "logprobs": 1}
+    _, answer = decoder.ask("/v1/completions", asked | {"return_token_ids": True})
+    (choice,) = answer["choices"]
+    words = {5: " ferry", 6: " goes"}
+    assert choice["text"] == "".join(words[token_id] for token_id in choice["token_ids"])
+    assert choice["logprobs"]["tokens"] == [words[token_id] for token_id in choice["token_ids"]]
 
 
 def test_many_tokens_without_a_text_do_not_make_the_next_ones_slow(spaced_tokenizer: Any) -> None:

@@ -66,6 +66,17 @@ def test_a_trial_whose_answer_is_long_does_not_keep_others_out():
     assert breaker.may_begin(90.0)
 
 
+def test_an_instance_whose_trial_answers_gets_another_one_after_a_while():
+    member, now = InstanceState(P0, Origin.COMMAND_LINE, math.inf), [INSTANCE_BREAKER.open_s]
+    for _ in range(INSTANCE_BREAKER.num_failures):
+        member.breaker.failed(0.0)
+    reservation = Reservation(member, NO_COST, lambda: now[0])
+    assert not member.breaker.may_begin(1e9)
+    reservation.answers()
+    assert not member.breaker.may_begin(now[0])
+    assert member.breaker.may_begin(now[0] + INSTANCE_BREAKER.open_s)
+
+
 def test_any_trial_that_fails_opens_it_again_for_longer():
     """An engine whose streams all break off late, each after another trial has begun."""
     breaker = blown()

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
-from router_harness import ONE, STREAM, cluster, decode_engine, hanging, open_stream, prefill_engine, stalling
+from router_harness import ONE, STREAM, breaking, cluster, decode_engine, hanging, open_stream, prefill_engine, stalling
 
 from kvferry.errors import RequestError
 from kvferry.router.answers.answer_format import CHAT
@@ -93,6 +93,27 @@ async def test_a_client_that_does_not_read_keeps_no_engine(limits, headers, stre
         labels = 'endpoint="/v1/completions",path="decode-only",status="499"'
         assert await c.metric(f"kvferry_router_requests_total{{{labels}}}") == 1
         writer.close()
+
+
+@pytest.mark.parametrize(("health", "blocked"), [(500, "http.response.start"), (200, "http.response.body")])
+@pytest.mark.timeout(60)
+async def test_a_client_that_does_not_take_the_last_word_keeps_nothing(health, blocked):
+    """A refusal, and an error behind what it has taken."""
+    body = [{"type": "http.request", "body": json.dumps(STREAM).encode(), "more_body": False}]
+
+    async def receive():
+        return body.pop() if body else await asyncio.Event().wait()
+
+    async def send(message):
+        if message["type"] == blocked and not message.get("more_body"):
+            await asyncio.Event().wait()
+
+    d = decode_engine("d0", breaking(ONE))
+    d.health_status = health
+    async with cluster([], [d], stall_timeout_s=0.5) as c:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+        await c.app(scope | {"raw_path": b"/v1/completions"}, receive, send)
+        await c.until_idle()
 
 
 async def endless(request, seen):

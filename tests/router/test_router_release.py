@@ -113,9 +113,19 @@ async def prefilled(request, seen):
     return web.json_response(answer("x", kv_transfer_params=OURS))
 
 
+async def recomputing(request, seen):
+    """An answer of a decode engine that could not read the cache."""
+    return web.json_response(answer("x"), headers={"x-kvferry-cache": "recomputed"})
+
+
 @pytest.mark.parametrize(
     ("behave", "reason"),
-    [(resetting, "decode_failed"), (failing(500, "x"), "decode_failed"), (failing(400, "x"), "decode_refused")],
+    [
+        (recomputing, "recomputed"),
+        (resetting, "decode_failed"),
+        (failing(500, "x"), "decode_failed"),
+        (failing(400, "x"), "decode_refused"),
+    ],
 )
 async def test_the_prefill_instance_is_told(behave, reason):
     async with cluster([prefill_engine("p0", prefilled)], [decode_engine("d0", behave)]) as c:

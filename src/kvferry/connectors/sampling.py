@@ -55,8 +55,8 @@ GREEDY = Sampling()
 """The likeliest token, always."""
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a model's generation_config.json may say about sampling, of what vLLM takes from it."""
+class SamplingFields(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What both a request and a model's generation_config.json may say, as in vLLM; null leaves it to the other."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None

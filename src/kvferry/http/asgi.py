@@ -8,6 +8,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive
 
+CLIENT_CLOSED_REQUEST = 499
+"""The status under which a request is counted whose client did not wait for one."""
+
 
 def json_response(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:
     """A whole JSON answer."""

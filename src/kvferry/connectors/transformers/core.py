@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from kvferry import Cache, Memory, SharedMemory
 from kvferry.connectors.jobs import Event, GroupSize, Job, Settings, Stopped
-from kvferry.connectors.sampling import GREEDY, Sampling, SamplingDefaults
+from kvferry.connectors.sampling import GREEDY, Sampling, SamplingFields
 from kvferry.connectors.step_cost import NO_COST
 from kvferry.connectors.transformers.features import ATTENTION, ATTENTION_OPTIONS
 from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, owning_layers, ring_tokens, share_pool
@@ -232,7 +232,7 @@ def _default_sampling(config: GenerationConfig) -> Sampling:
     Raises ConfigurationError for what no request could say.
     """
     try:
-        given = msgspec.to_builtins(msgspec.convert(config.to_dict(), SamplingDefaults, strict=False))
+        given = msgspec.to_builtins(msgspec.convert(config.to_dict(), SamplingFields, strict=False))
     except msgspec.ValidationError as error:
         what = "the model's generation_config.json has a value that cannot be used"
         raise ConfigurationError(what, found=str(error), hint="correct it; each request may say its own") from None

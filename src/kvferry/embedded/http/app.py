@@ -27,12 +27,11 @@ from kvferry.embedded.serving.service import ServeInfo, Service
 from kvferry.embedded.transfer.agent_report import peers_json
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.errors import FerryError, RequestError
-from kvferry.http.asgi import json_response
+from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response
 from kvferry.http.openai import HTTP_CODES, error_body
 from kvferry.http.request_ids import id_of_refusal
 
 MAX_BODY_BYTES = 32 << 20
-CLIENT_CLOSED_REQUEST = 499
 # Routers ask who this is again when it changes.
 EPOCH_HEADER = "x-kvferry-epoch"
 POSTS = "/v1/completions, /v1/chat/completions, /tokenize or /detokenize"

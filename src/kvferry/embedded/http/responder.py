@@ -19,11 +19,11 @@ from kvferry.embedded.serving.metrics import Report, summed
 from kvferry.embedded.serving.openai_objects import ChatObjects, CompletionObjects, usage
 from kvferry.embedded.serving.service import Service, TokenizedRequest
 from kvferry.errors import FerryError, RequestError, TransferError
-from kvferry.http.asgi import json_response, server_timing, until_disconnected
+from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response, server_timing, until_disconnected
 from kvferry.http.openai import REPORT_HEADER, SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
 from kvferry.http.request_ids import is_usable
 
-OK, CLIENT_LEFT = 200, 499
+OK = 200
 # How the cache of this answer came to be.
 CACHE_HEADER = "x-kvferry-cache"
 # Why it did not come: the label of a counter.
@@ -90,7 +90,7 @@ class Responder:
         """Compute and send the answer while the client is there."""
         try:
             if not await _while_connected(self._respond(scope, receive, send), receive):
-                self._status = CLIENT_LEFT
+                self._status = CLIENT_CLOSED_REQUEST
         finally:
             if self._status != OK:
                 self._service.client_left(self._call)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from kvferry.connectors.sampling import SamplingFields
 from kvferry.errors import RequestError
 
 Body = TypeVar("Body")
@@ -37,7 +38,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = False
 
 
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     """What both endpoints honour. null leaves a value of sampling to the model."""
 
     model: str | None = None
@@ -55,14 +56,9 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
-    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     logit_bias: dict[TokenId, Bias] | None = None
     allowed_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
     bad_words: list[Word] | None = None

@@ -152,7 +152,7 @@ def takes_parts(template: str) -> bool:
     return False
 
 
-def joined(message: dict[str, Any]) -> dict[str, Any]:
+def in_lines(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose content is one string, a line for each part."""
     content = message["content"]
     return message if isinstance(content, str) else {**message, "content": "\n".join(part["text"] for part in content)}

@@ -13,7 +13,7 @@ import jinja2
 
 from kvferry.connectors.transformers import render
 from kvferry.embedded.engine.async_engine import Engine
-from kvferry.embedded.request.chat import OPTIONAL, ChatPrompt, WatchedMessage, joined, refuse_unread, takes_parts
+from kvferry.embedded.request.chat import OPTIONAL, ChatPrompt, WatchedMessage, in_lines, refuse_unread, takes_parts
 from kvferry.embedded.request.parse import PromptInput, TextPrompt
 from kvferry.errors import PromptTooLongError, RequestError
 
@@ -140,7 +140,7 @@ class Prompts:
         is_plain = all(isinstance(message["content"], str) for message in messages)
         if is_plain or takes_parts(self._engine.tokenizer.get_chat_template()):
             return messages
-        return [joined(message) for message in messages]
+        return [in_lines(message) for message in messages]
 
     def _check_values(self, values: dict[str, Any]) -> None:
         """Refuse a name that the template does not have, since it would be ignored, and one that transformers has,

@@ -10,11 +10,9 @@ from typing import TypeVar
 
 from starlette.types import Message, Receive, Send
 
-from kvferry.http.asgi import until_disconnected
+from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, until_disconnected
 from kvferry.router.request.headers import Headers
 
-# The status under which a request is counted whose client did not wait for one.
-CLIENT_CLOSED_REQUEST = 499
 NOT_SENDING = math.inf
 
 Outcome = TypeVar("Outcome")

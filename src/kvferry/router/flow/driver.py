@@ -8,11 +8,11 @@ from functools import partial
 import msgspec
 
 from kvferry.http.anthropic import error_event_for, error_for
-from kvferry.http.asgi import server_timing
+from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, server_timing
 from kvferry.router import commands
 from kvferry.router.commands import Command
 from kvferry.router.events import Began, Event
-from kvferry.router.flow.client import CLIENT_CLOSED_REQUEST, Client
+from kvferry.router.flow.client import Client
 from kvferry.router.flow.dispatcher import Dispatcher
 from kvferry.router.flow.state_machine import Flow
 from kvferry.router.request.client_request import Call

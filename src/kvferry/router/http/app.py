@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvferry import __version__
 from kvferry.errors import FerryError, RequestError
 from kvferry.http.access import INVALID_KEY, UNAUTHORIZED
-from kvferry.http.asgi import json_response
+from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response
 from kvferry.http.registration import MEMBERS_PATH
 from kvferry.router.config import RouterConfig
 from kvferry.router.discovery.members_file import MembersFile
@@ -31,7 +31,7 @@ from kvferry.router.discovery.section import Section
 from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.fleet.probes import Prober
-from kvferry.router.flow.client import CLIENT_CLOSED_REQUEST, Client
+from kvferry.router.flow.client import Client
 from kvferry.router.flow.driver import Driver
 from kvferry.router.http.errors import (
     BEGAN_S,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import simpy
 
-from kvferry.router.answers.engine_response import CACHE, CACHE_REASON, is_recomputed
+from kvferry.router.answers.engine_response import CACHE, CACHE_REASON
 from kvferry.router.events import INSTANCE_DOWN, Answered, Ended, Event, Failed, Opened
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.headers import Headers
@@ -118,7 +118,7 @@ class Upstream:
 
     def _first(self) -> None:
         self.engine.remember(self._cost.prefixes)
-        self._hear(Opened(can_append=True, is_recomputed=is_recomputed(self.headers)))
+        self._hear(Opened(can_append=True))
         self.event = self._env.event()
 
     def _fail(self, reason: str) -> None:
