@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvferry.connectors.jobs import Scored, TokenLogprob
 from kvferry.embedded.engine.detokenizer import (
     MAX_WINDOW,
-    REPLACEMENT,
     Detokenizer,
     StopFilter,
     TextOptions,
@@ -71,16 +71,22 @@ def spaced_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-WORDS = st.lists(st.integers(0, 12), max_size=30)
+EURO = (10, 11, 12)
+WORDS = st.lists(st.sampled_from([*((token_id,) for token_id in range(10)), EURO]), max_size=30)
 
 
-@given(prompt=WORDS, ids=WORDS, skips=st.booleans())
-def test_no_space_of_an_answer_is_lost(spaced_tokenizer: Any, prompt: list[int], ids: list[int], skips: bool) -> None:
+@given(words=WORDS, skips=st.booleans(), data=st.data())
+def test_no_space_of_an_answer_is_lost(
+    spaced_tokenizer: Any, words: list[tuple[int, ...]], skips: bool, data: st.DataObject
+) -> None:
     """A character that begins in the prompt is the answer's when it is whole."""
-    detokenizer = Detokenizer(spaced_tokenizer, skips, prompt)
-    pieces = [detokenizer.push(token_id) for token_id in ids]
-    known = spaced_tokenizer.decode(prompt, skip_special_tokens=skips).rstrip(REPLACEMENT)
-    whole = spaced_tokenizer.decode([*prompt, *ids], skip_special_tokens=skips)
+    ids = [token_id for word in words for token_id in word]
+    at = data.draw(st.integers(0, len(ids)))
+    detokenizer = Detokenizer(spaced_tokenizer, skips, ids[:at])
+    pieces = [detokenizer.push(token_id) for token_id in ids[at:]]
+    whole_words = max(end for end in accumulate(map(len, words), initial=0) if end <= at)
+    known = spaced_tokenizer.decode(ids[:whole_words], skip_special_tokens=skips)
+    whole = spaced_tokenizer.decode(ids, skip_special_tokens=skips)
     assert known + "".join(pieces) + detokenizer.flush() == whole
 
 

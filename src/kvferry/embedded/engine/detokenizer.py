@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 # So many tokens of a prompt say how the first one after it is written, as in vLLM.
 CONTEXT_TOKENS = 8
+MAX_CHARACTER_BYTES = 4
 # Behind so many tokens without a text, the next one is written as at the start of a text.
 MAX_WINDOW = 64
 
@@ -32,6 +34,14 @@ class Detokenizer:
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._window = 0
         self._done = len(self._ids)
+        # The context may begin within a character; and a prompt of token ids may end within one, which is shown when
+        # it is whole.
+        for start, missing in product(range(MAX_CHARACTER_BYTES), repeat=2):
+            ids = self._ids[start : len(self._ids) - missing]
+            text = self._decode(ids)
+            if text == text.strip(REPLACEMENT):
+                self._window, self._done = start, start + len(ids)
+                break
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; empty while a character is not complete."""
@@ -51,8 +61,7 @@ class Detokenizer:
         return text
 
     def _new_text(self) -> str:
-        # A prompt of token ids may end within a character, which is shown when it is whole.
-        known = self._decode(self._ids[self._window : self._done]).rstrip(REPLACEMENT)
+        known = self._decode(self._ids[self._window : self._done])
         return self._decode(self._ids[self._window :])[len(known) :]
 
     def _decode(self, ids: list[int]) -> str:
