@@ -34,17 +34,12 @@ class Detokenizer:
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._window = 0
         self._done = len(self._ids)
-        # The context may begin within a character; and a prompt of token ids may end within one, which is shown when
-        # it is whole.
-        for start, missing in product(range(MAX_CHARACTER_BYTES), repeat=2):
-            ids = self._ids[start : len(self._ids) - missing]
-            text = self._decode(ids)
-            if text == text.strip(REPLACEMENT):
-                self._window, self._done = start, start + len(ids)
-                break
+        self._is_placed = False
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; empty while a character is not complete."""
+        if not self._is_placed:
+            self._place()
         self._ids.append(token_id)
         text = self._new_text()
         if text.endswith(REPLACEMENT):
@@ -59,6 +54,18 @@ class Detokenizer:
         text = self._new_text()
         self._window = self._done = len(self._ids)
         return text
+
+    def _place(self) -> None:
+        """Find what is known of the prompt. Not before there is an answer: the prompt has been checked then."""
+        self._is_placed = True
+        # The context may begin within a character; and a prompt of token ids may end within one, which is shown when
+        # it is whole.
+        for start, missing in product(range(MAX_CHARACTER_BYTES), repeat=2):
+            ids = self._ids[start : len(self._ids) - missing]
+            text = self._decode(ids)
+            if text == text.strip(REPLACEMENT):
+                self._window, self._done = start, start + len(ids)
+                break
 
     def _new_text(self) -> str:
         known = self._decode(self._ids[self._window : self._done])
