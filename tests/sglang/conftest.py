@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from engine_server import is_installed
@@ -73,6 +75,16 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     running = Running(tmp_path_factory)
     yield running
     running.stop()
+
+
+@pytest.fixture(scope="session")
+def sglang_pools() -> ModuleType:
+    # The libraries' own deprecations are none of ours, and warnings are errors here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.mem_cache import memory_pool
+
+    return memory_pool
 
 
 @pytest.fixture

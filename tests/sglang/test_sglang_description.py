@@ -2,69 +2,34 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
+from described_pools import (
+    HEAD_DIM,
+    LATENT_DIM,
+    NUM_HEADS,
+    NUM_LAYERS,
+    NUM_PAGES,
+    WINDOW_LAYERS,
+    WINDOW_TOKENS,
+    attention_pool,
+    described,
+    latent_pool,
+    window_pool,
+)
 
 from kvferry.errors import LayoutError
 from kvferry.layout import Layout
 
-NUM_PAGES, NUM_LAYERS, NUM_HEADS, HEAD_DIM, LATENT_DIM = 6, 3, 4, 8, 24
 TABLE = (3, 1, 4)
 NOWHERE = 2 * NUM_PAGES + 1
 
 # Whatever a test imports of SGLang first, its warnings are dealt with before.
 pytestmark = pytest.mark.usefixtures("sglang_pools")
-
-
-@pytest.fixture(scope="module")
-def sglang_pools():
-    # The libraries' own deprecations are none of ours, and warnings are errors here.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sglang.srt.mem_cache import memory_pool
-
-    return memory_pool
-
-
-def attention_pool(pools, page_size, num_heads, dtype):
-    import torch
-
-    return pools.MHATokenToKVPool(
-        size=NUM_PAGES * page_size,
-        page_size=page_size,
-        dtype=getattr(torch, dtype),
-        head_num=num_heads,
-        head_dim=HEAD_DIM,
-        layer_num=NUM_LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-
-
-def latent_pool(pools, page_size):
-    import torch
-
-    return pools.MLATokenToKVPool(
-        size=NUM_PAGES * page_size,
-        page_size=page_size,
-        dtype=torch.float32,
-        kv_lora_rank=LATENT_DIM - 8,
-        qk_rope_head_dim=8,
-        layer_num=NUM_LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-
-
-def described(pool, rank=0, ranks=1, num_heads=NUM_HEADS, **more):
-    from kvferry.connectors.sglang.description.describe import RankFacts, describe
-
-    return describe(pool, RankFacts(rank, ranks, num_heads, **more))
 
 
 def layout_of(pool, rank=0, ranks=1, num_heads=NUM_HEADS, **more) -> Layout:
@@ -185,35 +150,16 @@ def registered(pool, *states):
 class TestWindows:
     """A pool with a part for layers whose tokens see a window, which is addressed by pages of its own."""
 
-    FULL, WINDOW, WINDOW_TOKENS = (2, 5), (0, 1, 3, 4), 40
-
-    def pool(self, page_size=16, heads=NUM_HEADS, window_heads=NUM_HEADS):
-        import torch
-        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
-        return SWAKVPool(
-            size=NUM_PAGES * page_size,
-            size_swa=2 * NUM_PAGES * page_size,
-            page_size=page_size,
-            dtype=torch.float32,
-            head_num=heads,
-            head_dim=HEAD_DIM,
-            swa_attention_layer_ids=list(self.WINDOW),
-            full_attention_layer_ids=list(self.FULL),
-            device="cpu",
-            swa_head_num=window_heads,
-        )
-
     def described(self, pool, rank=0, ranks=1, window_heads=NUM_HEADS):
-        return described(pool, rank, ranks, num_window_heads=window_heads, window_tokens=self.WINDOW_TOKENS)
+        return described(pool, rank, ranks, num_window_heads=window_heads, window_tokens=WINDOW_TOKENS)
 
     @pytest.mark.parametrize("page_size", [1, 16])
     @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
     def test_rows_lie_where_sglang_looks_for_them(self, page_size, rank, ranks):
-        pool = self.pool(page_size, NUM_HEADS // ranks, 2 * NUM_HEADS // ranks)
+        pool = window_pool(page_size, NUM_HEADS // ranks, 2 * NUM_HEADS // ranks)
         layout = self.described(pool, rank, ranks, 2 * NUM_HEADS).layout
         for layer in range(6):
-            local = (2 * NUM_HEADS if layer in self.WINDOW else NUM_HEADS) // ranks
+            local = (2 * NUM_HEADS if layer in WINDOW_LAYERS else NUM_HEADS) // ranks
             for kind, rows in (("k", pool.get_key_buffer(layer)), ("v", pool.get_value_buffer(layer))):
                 for token in range(len(TABLE) * page_size):
                     expected = rows[slot_of(token, page_size), local - 1].data_ptr()
@@ -221,29 +167,29 @@ class TestWindows:
                     assert address_of(layout, f"model.layers.{layer}.{kind}", token, head) == expected
 
     def test_layers_of_a_window_have_a_table_of_their_own(self):
-        layout = self.described(self.pool()).layout
+        layout = self.described(window_pool()).layout
         assert [group.num_blocks for group in layout.groups] == [NUM_PAGES + 1, 2 * NUM_PAGES + 1]
         windows = {state.name: state.window_tokens for state in layout.states}
         groups = {placement.state: placement.group for placement in layout.placements}
         for layer in range(6):
-            seen = (self.WINDOW_TOKENS, 1) if layer in self.WINDOW else (0, 0)
+            seen = (WINDOW_TOKENS, 1) if layer in WINDOW_LAYERS else (0, 0)
             assert (windows[f"model.layers.{layer}.v"], groups[f"model.layers.{layer}.v"]) == seen
 
     def test_it_is_all_that_sglang_registers(self):
-        pool = self.pool()
+        pool = window_pool()
         self.described(pool).check_complete(registered(pool, ("swa", pool.get_state_buf_infos()[0])))
         with pytest.raises(LayoutError, match="more of a request"):
             self.described(pool).check_complete(registered(pool))
 
     def test_windows_that_each_request_keeps_by_itself_are_refused(self):
-        pool = self.pool()
+        pool = window_pool()
         pool.request_window = SimpleNamespace()
         with pytest.raises(LayoutError, match="how many tokens its layers see"):
             self.described(pool)
 
     def test_a_window_of_unknown_width_is_refused(self):
         with pytest.raises(LayoutError, match="how many tokens its layers see"):
-            described(self.pool(), num_window_heads=NUM_HEADS)
+            described(window_pool(), num_window_heads=NUM_HEADS)
 
 
 class TestIndexer:
@@ -462,7 +408,7 @@ class TestTables:
         """Of a request in row 1 whose tokens lie where they were put; `mapping` is SGLang's, from full to window."""
         import torch
 
-        pool = TestWindows().pool()
+        pool = window_pool()
         slots = torch.tensor([[0] * 96, list(range(16, 112))])
         scheduler = SimpleNamespace(
             req_to_token_pool=SimpleNamespace(req_to_token=slots),
@@ -470,7 +416,7 @@ class TestTables:
                 translate_swa_indices_for_transfer=lambda found: torch.tensor(mapping)[found]
             ),
         )
-        facts = {"num_window_heads": NUM_HEADS, "window_tokens": TestWindows.WINDOW_TOKENS}
+        facts = {"num_window_heads": NUM_HEADS, "window_tokens": WINDOW_TOKENS}
         return self.tables(pool, "swa", scheduler=scheduler, **facts)
 
     def test_a_pool_of_keys_and_values_has_one_table_which_may_grow(self, sglang_pools):
