@@ -27,6 +27,7 @@ OF_OTHERS = {
         "--max-num-batched-tokens",
     ),
     *(
+        "--enable-memory-saver",
         "--middleware",
         "--enforce-eager",
         "--enable-auto-tool-choice",

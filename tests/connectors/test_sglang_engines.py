@@ -10,7 +10,7 @@ import pytest
 from kvferry import Located, LocateFailed, Reason, RemoteEngine
 from kvferry.connectors.sglang import prefill_engines as module
 from kvferry.connectors.sglang.prefill_engines import PrefillEngines
-from kvferry.errors import TransferError
+from kvferry.errors import RequestError, TransferError
 
 DEADLINE_S, SLOW_S = 30.0, 10.0
 PLACE, ADDRESS = "127.0.0.1:8998", "tcp://127.0.0.1:8998"
@@ -29,12 +29,6 @@ def engines(asked):
     made = PrefillEngines(lambda address, number: asked.put(address if number == 0 else (address, number)))
     yield made
     made._resolver.shutdown()
-
-
-def settled(engines, lookup):
-    """What the thread that looks up names was given before is done."""
-    engines._resolver.submit(lambda: None).result(DEADLINE_S)
-    return lookup
 
 
 def test_it_is_asked_once_and_everybody_hears_the_answer(engines, asked):
@@ -60,19 +54,67 @@ def test_after_an_error_and_when_it_is_forgotten_it_is_asked_again(engines, aske
     assert asked.get(timeout=DEADLINE_S) == ADDRESS
 
 
-def test_a_name_that_takes_long_to_look_up_keeps_nobody_waiting(engines, asked, monkeypatch):
-    looked_up = threading.Event()
-    monkeypatch.setattr(module, "_address_of", lambda place: ADDRESS if looked_up.wait(SLOW_S) else "too late")
+@pytest.fixture
+def slow_names(monkeypatch):
+    """The names that are looked up, each for as long as `let_go` is not set."""
+    names, let_go = queue.Queue(), threading.Event()
+
+    def address_of(place):
+        if place != PLACE:
+            names.put(place)
+            assert let_go.wait(SLOW_S)
+        return ADDRESS
+
+    monkeypatch.setattr(module, "_address_of", address_of)
+    yield names, let_go
+    let_go.set()
+
+
+def test_a_name_that_takes_long_to_look_up_keeps_nobody_waiting(engines, asked, slow_names):
+    names, let_go = slow_names
+    waiting = [engines.find("prefill-0:8998", room) for room in range(2 * module.NAME_THREADS)]
+    assert names.get(timeout=DEADLINE_S) == "prefill-0:8998"
+    # Another place is found meanwhile, by its address and by its name.
     engines.find(PLACE)
-    assert asked.empty()
-    looked_up.set()
     assert asked.get(timeout=DEADLINE_S) == ADDRESS
+    engines.find("prefill-1:8998")
+    assert names.get(timeout=DEADLINE_S) == "prefill-1:8998"
+    let_go.set()
+    # The name was looked up once, for everybody.
+    found = {asked.get(timeout=DEADLINE_S) for _ in range(len(waiting) + 1)}
+    assert (found, names.empty()) == ({ADDRESS, *((ADDRESS, room) for room in range(1, len(waiting)))}, True)
+
+
+def test_only_so_many_names_are_looked_up_at_a_time(engines, asked, slow_names, monkeypatch):
+    monkeypatch.setattr(module, "MAX_NAMES", 2)
+    waiting = [engines.find(f"prefill-{number}:8998") for number in (0, 1)]
+    assert engines.find("prefill-2:8998").error.reason == Reason.UNREACHABLE
+    assert [lookup.error for lookup in (*waiting, engines.find("prefill-1:8998", 5))] == [None] * 3
+
+
+def test_what_the_agent_refuses_is_the_error_of_all_that_asked_for_it(engines, monkeypatch):
+    def refuse(address, number):
+        raise RequestError("another host", found=address)
+
+    monkeypatch.setattr(engines, "_locate", refuse)
+    assert engines.find(PLACE).error.found == ADDRESS
+    assert engines._asked == engines._resolving == {}
+
+
+def test_an_agent_that_stops_leaves_no_name_to_wait_for(engines, asked, slow_names):
+    waiting = engines.find("prefill-0:8998")
+    engines.stop(GONE)
+    assert (waiting.error, engines.find("prefill-1:8998").error) == (GONE, GONE)
+    _, let_go = slow_names
+    let_go.set()
+    engines._resolver.shutdown()
+    assert asked.empty()
 
 
 def test_an_answer_is_everybodys_who_has_asked_for_its_address_and_may_come_twice(engines, asked):
     earlier = engines.find(PLACE)
     engines.forget(PLACE)
-    later = settled(engines, engines.find(PLACE))
+    later = engines.find(PLACE)
     for _ in range(2):
         engines.heard(Located(ADDRESS, ENGINE))
     assert (earlier.engine, later.engine) == (ENGINE, ENGINE)
@@ -92,7 +134,8 @@ def test_an_ipv6_address_stands_in_brackets(engines, asked):
 
 @pytest.mark.parametrize("place", ["127.0.0.1:ninety", "no port", "127.0.0.1:99999999999999999999", "a b:1"])
 def test_what_is_no_address_is_an_error_of_its_request(engines, asked, place):
-    lookup = settled(engines, engines.find(place))
+    lookup = engines.find(place)
+    engines._resolver.shutdown()
     assert lookup.error.reason == Reason.UNREACHABLE
     assert asked.empty()
 
@@ -102,7 +145,6 @@ def test_only_the_latest_places_are_remembered(engines, monkeypatch):
     for port in (1, 2, 3):
         engines.find(f"127.0.0.1:{port}")
     assert list(engines._lookups) == [("127.0.0.1:2", 0), ("127.0.0.1:3", 0)]
-    settled(engines, None)
     engines.heard(Located("tcp://127.0.0.1:2", ENGINE))
     engines.find("127.0.0.1:4")
     # Nor is it known any more how many engines there are at a place that is forgotten.
@@ -112,12 +154,12 @@ def test_only_the_latest_places_are_remembered(engines, monkeypatch):
 def test_each_engine_of_a_server_with_data_parallelism_is_asked_for_once(engines, asked):
     """A room leads to an engine, of which there are as many as the first answer says."""
     second = RemoteEngine("p0-1", "epoch-2", ("tcp://127.0.0.1:8999",))
-    first = settled(engines, engines.find(PLACE, 7))
+    first = engines.find(PLACE, 7)
     assert asked.get(timeout=DEADLINE_S) == (ADDRESS, 7)
     engines.heard(Located(ADDRESS, second, 7, data_parallel_size=2))
     assert [engines.find(PLACE, room).engine for room in (7, 9, 1)] == [second] * 3 == [first.engine] * 3
     assert asked.empty()
-    even = settled(engines, engines.find(PLACE, 8))
+    even = engines.find(PLACE, 8)
     assert (asked.get(timeout=DEADLINE_S), even.engine) == (ADDRESS, None)
     engines.heard(Located(ADDRESS, ENGINE, 0, data_parallel_size=2))
     assert (even.engine, engines.find(PLACE, 10).engine, asked.empty()) == (ENGINE, ENGINE, True)
@@ -128,7 +170,7 @@ def test_each_engine_of_a_server_with_data_parallelism_is_asked_for_once(engines
 
 
 def test_an_answer_for_a_place_that_was_forgotten_says_nothing_of_those_who_are_there_now(engines, asked):
-    earlier = settled(engines, engines.find(PLACE, 7))
+    earlier = engines.find(PLACE, 7)
     engines.forget(PLACE)
     engines.heard(Located(ADDRESS, ENGINE, 7, data_parallel_size=2))
     assert (earlier.engine, engines.find(PLACE, 7).engine) == (ENGINE, None)
@@ -140,5 +182,5 @@ def test_an_agent_that_stops_is_an_error_of_all_that_wait_and_of_what_comes_late
     asked.get(timeout=DEADLINE_S)
     engines.stop(GONE)
     assert waiting.error is GONE
-    assert settled(engines, engines.find("127.0.0.1:9")).error is GONE
+    assert engines.find("127.0.0.1:9").error is GONE
     assert asked.empty()

@@ -179,9 +179,14 @@ class TestBetweenTwo:
         assert prefill.promise(ROOM, PROMPT).ended == ""
 
     def test_a_lease_that_is_held_outlives_a_later_one_that_nobody_holds(self, new_rank, decode):
-        prefill = new_rank(4, Settings(transport="tcp", staging_bytes=16 << 20, lease_s=2.0))
+        prefill = new_rank(4, Settings(transport="tcp", staging_bytes=16 << 20, lease_s=4.0))
+        engine = engine_of(prefill, decode)
+        # They have met: on a busy machine that can take as long as a lease.
+        computed(prefill, room=ROOM + 2)
+        decode.fetch(ROOM + 2, engine, ((5, 2, 7),), TokenRange(0, 18), PROMPT)
+        prefill.wait_for(LeaseEnded)
         leased = computed(prefill)
-        decode.hold(ROOM, engine_of(prefill, decode))
+        decode.hold(ROOM, engine)
         later = computed(prefill, room=ROOM + 1)
         prefill.wait_for(LeaseEnded)
         assert (leased.ended, later.ended) == ("", "expired")
@@ -230,7 +235,6 @@ class TestWithoutAnAgent:
         # Nobody is left to be told, and the scheduler goes on.
         decode.decline(ROOM, engine)
         later = decode.engines.find("127.0.0.1:10")
-        looked_up(decode)
         assert isinstance(waiting.error, TransferError)
         assert "has stopped" in str(later.error)
 
@@ -249,7 +253,6 @@ class TestWithoutAnAgent:
     def test_nobody_at_an_address_is_an_error_of_whoever_asks(self, decode, monkeypatch):
         monkeypatch.setattr(type(decode.agent), "locate", lambda agent, *asked: None)
         waiting, error = decode.engines.find("127.0.0.1:9"), TransferError(Reason.DEADLINE, "nobody has answered")
-        looked_up(decode)
         decode.hear(LocateFailed("tcp://127.0.0.1:9", error))
         assert waiting.error is error
 
@@ -265,11 +268,6 @@ class TestWithoutAnAgent:
         with pytest.raises(RequestError, match="no"):
             prefill.promise(ROOM, PROMPT)
         assert (prefill._fetches, prefill._leases) == ({}, {})
-
-
-def looked_up(rank):
-    """What the thread that looks up names was given before is done."""
-    rank.engines._resolver.submit(lambda: None).result(DEADLINE_S)
 
 
 OTHER_LAYOUT = describe(MHATokenToKVPool(16), RankFacts(0, 1, NUM_HEADS)).layout

@@ -267,18 +267,21 @@ def test_of_a_ring_only_what_has_not_been_written_over_can_be_claimed(window, ch
         assert isinstance(commands[0].message, m.Grant) if is_kept else refusal(commands, m.Reason.OUT_OF_RANGE)
 
 
-def test_only_so_many_claims_may_wait(source):
+def test_only_so_many_claims_may_wait_and_the_others_are_asked_for_again(source):
     for number in range(MAX_EARLY):
         claim = m.Claim(READER, "c1", m.Reference("p0", "epoch-1", "r1", f"made-up-{number}"), 6, (0,))
         assert source.handle(said(claim, f"peer {number % 16}"), 1) == []
-    assert refusal(source.handle(said(EARLY), 1), m.Reason.UNKNOWN_LEASE)
+    assert source.handle(said(EARLY), 1) == [Reply("x", m.Renewed(()))]
+    # It was not kept: the lease opens, and nothing of it is granted until it is asked for again.
+    assert not any(isinstance(command, Reply) for command in source.handle(LEASE, 2))
+    assert isinstance(source.handle(said(EARLY), 3)[0].message, m.Grant)
 
 
 def test_one_peer_does_not_take_the_room_of_others_claims(source):
     for number in range(MAX_EARLY_OF_ONE + 1):
         reference = m.Reference("p0", "epoch-1", "r1", f"made-up-{number}")
         commands = source.handle(said(m.Claim(READER, "c1", reference, 6, (0,)), "greedy"), 1)
-    assert refusal(commands, m.Reason.UNKNOWN_LEASE)
+    assert commands == [Reply("greedy", m.Renewed(()))]
     assert source.handle(said(EARLY), 1) == []
 
 

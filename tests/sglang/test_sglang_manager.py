@@ -167,6 +167,20 @@ def test_speculative_decoding_is_refused(scene):
         scene.manager("decode")
 
 
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_memory_that_goes_and_comes_back_is_refused(scene, mode):
+    scene.options.enable_memory_saver = True
+    with pytest.raises(ConfigurationError, match="enable-memory-saver"):
+        scene.manager(mode)
+
+
+def test_sglang_says_whether_its_memory_can_go(sglang):
+    """By the name that the manager looks for."""
+    from sglang.srt.server_args import ServerArgs
+
+    assert ServerArgs(model_path="none", enable_memory_saver=True).enable_memory_saver
+
+
 def test_states_beside_keys_and_values_are_refused(scene):
     scene.args.state_types, scene.args.state_data_ptrs = [SimpleNamespace(value="mamba")], [[1]]
     with pytest.raises(LayoutError, match="SGLang keeps more of a request"):
@@ -302,11 +316,28 @@ class TestFailedRequests:
         assert made.is_abort_release_safe(7, 1) is is_elsewhere
 
     def test_pages_that_are_free_are_nobodys(self, made):
-        writing = SimpleNamespace(is_over=False)
-        made.register(7, writing)
+        made.register(7, SimpleNamespace(is_over=True))
         for _ in range(2):
             made.clear_deferred_abort_state(7)
-            assert made.is_abort_release_safe(7, 1)
+            assert (made.is_abort_release_safe(7, 1), made._receivers) == (True, {})
+
+    def test_pages_of_a_room_that_is_used_again_are_not_taken_for_those_of_the_request_before(self, made):
+        """SGLang frees the pages of the first one later than that is over, and then asks after the second."""
+        made.register(7, SimpleNamespace(is_over=True))
+        second = SimpleNamespace(is_over=False)
+        made.register(7, second)
+        made.clear_deferred_abort_state(7)
+        assert not made.is_abort_release_safe(7, 1)
+        with pytest.raises(RequestError, match="same bootstrap_room"):
+            made.register(7, SimpleNamespace(is_over=True))
+        second.is_over = True
+        assert made.is_abort_release_safe(7, 1)
+
+    @pytest.mark.parametrize("room", [-1, 0, 1 << 63])
+    def test_a_room_that_sglangs_buffers_cannot_hold_is_refused(self, made, room):
+        with pytest.raises(RequestError, match="cannot name a request") as caught:
+            made.register(room, SimpleNamespace(is_over=True))
+        assert caught.value.found == str(room)
 
     def test_every_prefill_engine_is_known(self, made):
         info = made.prefill_info_table.get("anybody:1")

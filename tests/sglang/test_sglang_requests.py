@@ -122,8 +122,8 @@ def request(**changes):
 
 @pytest.fixture
 def new_sender(sglang, manager):
-    def make(asked=None, is_told=False):
-        make_one = lambda queue, asked: sglang.sender.FerrySender(manager, PLACE, ROOM, is_told)  # noqa: E731
+    def make(asked=None, is_told=False, room=ROOM):
+        make_one = lambda queue, asked: sglang.sender.FerrySender(manager, PLACE, room, is_told)  # noqa: E731
         return sglang.construction.note_request(make_one, None, asked or request())
 
     return make
@@ -131,8 +131,8 @@ def new_sender(sglang, manager):
 
 @pytest.fixture
 def new_receiver(sglang, manager):
-    def make(asked=None):
-        make_one = lambda queue, asked: sglang.receiver.FerryReceiver(manager, PLACE, ROOM)  # noqa: E731
+    def make(asked=None, room=ROOM):
+        make_one = lambda queue, asked: sglang.receiver.FerryReceiver(manager, PLACE, room)  # noqa: E731
         return sglang.construction.note_request(make_one, None, asked or request())
 
     return make
@@ -502,6 +502,25 @@ class TestReceiver:
         assert len(rank.said) == said
         with pytest.raises(TransferError, match="bytes differ"):
             receiver.failure_exception()
+
+    def test_a_client_that_leaves_after_its_cache_has_come_frees_its_pages(self, sglang, new_receiver, rank):
+        """SGLang may still hold the request: it waits for the other ranks, or for pages that it brings back."""
+        receiver = started(new_receiver, rank)
+        rank.fetches[0].report = FetchReport(40, 1, 1, "shm", "", "direct", first_token=FIRST)
+        rank.fetches[0].is_over = True
+        assert receiver.poll() == sglang.poll.Success
+        receiver.abort()
+        assert receiver.poll() == sglang.poll.Failed
+        with pytest.raises(TransferError, match="was aborted"):
+            receiver.failure_exception()
+
+    @pytest.mark.parametrize("room", [None, 0, -1, 1 << 63])
+    def test_a_room_that_cannot_be_is_a_failure(self, sglang, new_sender, new_receiver, rank, room):
+        for made in (new_receiver(room=room), *([new_sender(room=room)] if room is not None else ())):
+            assert made.poll() == sglang.poll.Failed
+            with pytest.raises(RequestError, match="bootstrap_room cannot name a request"):
+                made.failure_exception()
+        assert (rank.leases, rank.said) == ([], [])
 
     def test_a_request_that_sglang_forgets_is_nobodys(self, new_receiver, manager, rank):
         receiver = started(new_receiver, rank)

@@ -22,7 +22,7 @@ def read(buffers: Any, row: int, request: Any) -> FirstToken:
 def write(buffers: Any, row: int, first: FirstToken, room: int) -> None:
     """Fill a decode's row as a prefill of SGLang would. The room comes last: with it the row is complete.
 
-    Raises RuntimeError for a number that has no place there.
+    Raises RuntimeError, ValueError or OverflowError for a number that has no place there.
     """
     buffers.output_ids[row, 0] = first.token_id
     buffers.cached_tokens[row] = 0

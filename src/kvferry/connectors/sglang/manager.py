@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from kvferry.connectors.sglang.construction import queue_being_made
 from kvferry.connectors.sglang.description.describe import RankFacts, describe
 from kvferry.connectors.sglang.description.tables import Tables
 from kvferry.connectors.sglang.features import idleness_of, on_all_ranks, ranks_to_agree
-from kvferry.connectors.sglang.rank import Rank, Ranks
+from kvferry.connectors.sglang.rank import Rank, Ranks, check_room
 from kvferry.connectors.sglang.settings import settings_from
 from kvferry.devices import cache_device
 from kvferry.errors import ConfigurationError, RequestError
@@ -66,6 +67,7 @@ class FerryManager(BaseKVManager):
         is_prefill = disaggregation_mode.value == "prefill"
         queue = queue_being_made()
         _check(queue, is_prefill)
+        _check_memory(server_args)
         self.kv_args = args
         self.metadata = queue.metadata_buffers
         settings, parallel = settings_from(os.environ), get_parallel()
@@ -85,8 +87,8 @@ class FerryManager(BaseKVManager):
         # Requests that wait for nothing but a transfer, in their order. SGLang may drop one without a word.
         self._waiting = WeakKeyDictionary[object, None]()
         self._is_idle = idleness_of(queue.scheduler)
-        # The receiver of each room on this rank, for SGLang to ask after those that have failed.
-        self._receivers: dict[int, Writing] = {}
+        # The receivers of each room on this rank, for SGLang to ask after those that have failed.
+        self._receivers: dict[int, list[Writing]] = {}
         if not is_prefill:
             _hold_failed_pages(queue.transfer_queue)
             self._ranks_to_agree = ranks_to_agree(queue.transfer_queue)
@@ -115,25 +117,28 @@ class FerryManager(BaseKVManager):
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether no ticket can write to the pages of a failed request on this rank any more; on any rank, where SGLang
         asks nobody but this one."""
-        receiver = self._receivers.get(bootstrap_room)
-        is_safe = receiver is None or receiver.is_over
+        is_safe = all(receiver.is_over for receiver in self._receivers.get(bootstrap_room, ()))
         return on_all_ranks(is_safe, self._ranks_to_agree) if self.is_agreed else is_safe
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        """SGLang has freed the pages of a failed request."""
-        self._receivers.pop(bootstrap_room, None)
+        """SGLang has freed the pages of a failed request. Another one may be in its room by now."""
+        self._keep(bootstrap_room, lambda receiver: not receiver.is_over)
 
     def register(self, room: int, receiver: Writing) -> None:
-        """A request that fetches. Raises RequestError while an earlier one of its room may still be written to."""
-        earlier = self._receivers.get(room)
-        if earlier is not None and not earlier.is_over:
+        """A request that fetches. Raises RequestError for a room that cannot be, and while an earlier request of it may
+        still be written to."""
+        check_room(room)
+        if not all(earlier.is_over for earlier in self._receivers.get(room, ())):
             raise RequestError("another request of this decode engine has the same bootstrap_room", found=str(room))
-        self._receivers[room] = receiver
+        self._receivers.setdefault(room, []).append(receiver)
 
     def forget(self, room: int, receiver: Writing) -> None:
         """SGLang asks after this request no more."""
-        if self._receivers.get(room) is receiver:
-            del self._receivers[room]
+        self._keep(room, lambda other: other is not receiver)
+
+    def _keep(self, room: int, is_kept: Callable[[Writing], bool]) -> None:
+        if kept := [receiver for receiver in self._receivers.pop(room, ()) if is_kept(receiver)]:
+            self._receivers[room] = kept
 
     def wait_while_idle(self, request: object) -> bool:
         """Wait a moment for news, in place of being asked again and again: whether there is some. The first request
@@ -197,6 +202,16 @@ def _hold_failed_pages(transfer_queue: Any) -> None:
         )
     # SGLang would free them after 30 seconds in any case. A source that was stopped may go on writing after that.
     transfer_queue.deferred_kv_release_timeout = inf
+
+
+def _check_memory(server_args: Any) -> None:
+    """Raises ConfigurationError where SGLang may take the memory of the caches away, and map other memory there."""
+    if getattr(server_args, "enable_memory_saver", False):
+        raise ConfigurationError(
+            "kvferry does not follow caches whose memory is released and comes back yet",
+            found="--enable-memory-saver",
+            hint=f"leave it out, or {OTHER_BACKEND}",
+        )
 
 
 def _check(queue: Any, is_prefill: bool) -> None:

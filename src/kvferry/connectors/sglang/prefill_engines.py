@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from kvferry import Located, LocateFailed, Reason, RemoteEngine
 from kvferry.errors import FerryError, TransferError
@@ -18,6 +19,9 @@ from kvferry.errors import FerryError, TransferError
 logger = logging.getLogger(__name__)
 
 MAX_PLACES = 1024
+# Clients choose the names, and one that no name server answers for takes a thread for its time.
+MAX_NAMES = 64
+NAME_THREADS = 8
 
 
 @dataclass(slots=True)
@@ -38,11 +42,12 @@ class PrefillEngines:
         self._lookups: dict[tuple[str, int], Lookup] = {}
         # How many engines there are at a place, once one of them is known.
         self._sizes: dict[str, int] = {}
+        # What waits for the address of a place, by number. A host's name can take seconds to look up.
+        self._resolving: dict[str, list[tuple[int, Lookup]]] = {}
+        self._resolver = ThreadPoolExecutor(NAME_THREADS, "kvferry-names")
         # Lookups and their places, by what the agent was asked for.
         self._asked: dict[tuple[str, int], list[tuple[str, Lookup]]] = {}
         self._stopped: FerryError | None = None
-        # A host's name can take seconds to look up.
-        self._resolver = ThreadPoolExecutor(1, "kvferry-names")
 
     def find(self, place: str, number: int = 0) -> Lookup:
         """What is known of a place's engine whose number is `number` modulo how many there are: a room, or the number
@@ -50,9 +55,21 @@ class PrefillEngines:
         with self._lock:
             key = place, number % self._sizes[place] if place in self._sizes else number
             known = self._lookups.get(key)
-            if known is None or known.error is not None:
-                known = self._remember(key, Lookup())
-                self._resolver.submit(self._ask, *key, known)
+            if known is not None and known.error is None:
+                return known
+            known = self._remember(key, Lookup(error=self._stopped))
+            if known.error is not None:
+                return known
+            is_first = place not in self._resolving
+            if is_first and len(self._resolving) >= MAX_NAMES:
+                what = "too many names of prefill engines are being looked up at the moment"
+                known.error = TransferError(Reason.UNREACHABLE, what, found=place, hint="does the name server answer?")
+                return known
+            self._resolving.setdefault(place, []).append((key[1], known))
+        if is_first and _is_numeric(place):
+            self._resolve(place)
+        elif is_first:
+            self._resolver.submit(self._resolve, place)
         return known
 
     def forget(self, place: str) -> None:
@@ -89,30 +106,59 @@ class PrefillEngines:
         with self._lock:
             self._stopped = error
             waiting = [lookup for lookups in self._asked.values() for _, lookup in lookups]
+            waiting += [lookup for lookups in self._resolving.values() for _, lookup in lookups]
             self._asked.clear()
+            self._resolving.clear()
         for lookup in waiting:
             lookup.error = error
+        self._resolver.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, place: str, number: int, lookup: Lookup) -> None:
+    def _resolve(self, place: str) -> None:
+        """Ask for every engine of a place that somebody waits for."""
         try:
             address = _address_of(place)
-            with self._lock:
-                if self._stopped is not None:
-                    raise self._stopped
-                self._asked.setdefault((address, number), []).append((place, lookup))
-            self._locate(address, number)
         except (OSError, ValueError, OverflowError) as error:
             what, hint = (
                 f"the prefill engine {place} has no address",
                 "is bootstrap_host the prefill server's own name?",
             )
-            lookup.error = TransferError(Reason.UNREACHABLE, what, found=str(error), hint=hint)
+            unknown = TransferError(Reason.UNREACHABLE, what, found=str(error), hint=hint)
+            with self._lock:
+                for _, lookup in self._resolving.pop(place, ()):
+                    lookup.error = unknown
+            return
+        with self._lock:
+            waiting = self._resolving.pop(place, ())
+            for number, lookup in waiting:
+                self._asked.setdefault((address, number), []).append((place, lookup))
+        for number in dict.fromkeys(number for number, _ in waiting):
+            self._ask(address, number)
+
+    def _ask(self, address: str, number: int) -> None:
+        try:
+            self._locate(address, number)
         except FerryError as error:
-            lookup.error = error
+            with self._lock:
+                for _, lookup in self._asked.pop((address, number), ()):
+                    lookup.error = error
+
+
+def _is_numeric(place: str) -> bool:
+    """Whether a place names its host by an IP address, for which nobody has to be asked."""
+    try:
+        ip_address(_split(place)[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _address_of(place: str) -> str:
     """`tcp://IP:port` of `host:port` or `[host]:port`. Raises OSError for a name that nobody knows."""
-    host, _, port = place.rpartition(":")
-    ip = str(socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][0])
+    host, port = _split(place)
+    ip = str(socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0])
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
+
+
+def _split(place: str) -> tuple[str, str]:
+    host, _, port = place.rpartition(":")
+    return host.strip("[]"), port

@@ -51,7 +51,7 @@ from kvferry.connectors.sglang.prefill_engines import PrefillEngines
 from kvferry.connectors.sglang.settings import Settings
 from kvferry.connectors.timing import SWITCH_S, timing_of
 from kvferry.errors import FerryError, RequestError, TransferError
-from kvferry.kv_transfer_params import room_names
+from kvferry.kv_transfer_params import MAX_ROOM, room_names
 from kvferry.layout import Layout, contents
 from kvferry.options import digest_policy_named, direction_named, may_switch_direction, staging_named
 
@@ -118,6 +118,13 @@ def reference_of(room: int, engine: RemoteEngine) -> Reference:
     """What a room is called between agents. A room is a name that a client has chosen: what protects a cache from other
     prompts is the name of its prompt (docs/sglang.md)."""
     return Reference(engine.engine_id, engine.epoch, *room_names(room))
+
+
+def check_room(room: int) -> None:
+    """Raises RequestError for a number that SGLang's buffers cannot hold, or that means that none is written yet."""
+    if not 0 < room <= MAX_ROOM:
+        what, expected = "bootstrap_room cannot name a request", f"an integer from 1 to {MAX_ROOM}"
+        raise RequestError(what, found=str(room), expected=expected)
 
 
 class Rank:

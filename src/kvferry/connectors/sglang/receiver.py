@@ -108,8 +108,10 @@ class FerryReceiver(BaseKVReceiver):
         raise self._error or TransferError(Reason.ABORTED, "another rank has failed to fetch this prompt's cache")
 
     def abort(self) -> None:
-        """The client has gone."""
+        """The client has gone. SGLang may still hold a request whose cache has come, and asks how it has ended."""
         self._error = self._error or TransferError(Reason.ABORTED, "the request was aborted")
+        if self.conclude_state == KVPoll.Success:
+            self.conclude_state = KVPoll.Failed
         if self._fetching is not None and not self._fetching.is_over:
             self.kv_mgr.rank.abort(self._fetching)
         self._decline()
@@ -190,6 +192,6 @@ class FerryReceiver(BaseKVReceiver):
             return
         try:
             handoff.write(self.kv_mgr.metadata, self._destination.row, first, self._room)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, OverflowError) as error:
             what = "the first token of the prefill engine does not fit into SGLang's buffers"
             self._error = TransferError(Reason.MALFORMED, what, found=str(error))

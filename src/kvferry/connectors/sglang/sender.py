@@ -22,7 +22,7 @@ from kvferry.connectors.sglang import handoff
 from kvferry.connectors.sglang.construction import request_being_made
 from kvferry.connectors.sglang.manager import FerryManager
 from kvferry.connectors.sglang.prompt import prompt_of
-from kvferry.connectors.sglang.rank import Leased, Ranks
+from kvferry.connectors.sglang.rank import Leased, Ranks, check_room
 from kvferry.errors import FerryError, RequestError, TransferError
 
 
@@ -62,6 +62,7 @@ class FerrySender(BaseKVSender):
         self._row = 0
         self._error: FerryError | None = None
         try:
+            check_room(bootstrap_room)
             if not req_has_disagg_prefill_dp_rank:
                 _check_number(mgr.ranks, bootstrap_room)
             prompt = prompt_of(self._request)

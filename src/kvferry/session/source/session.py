@@ -278,13 +278,13 @@ class SourceSession:
     def _wait_for_lease(self, peer: str, claim: m.Claim, now: float) -> list[Command]:
         """A claim may arrive before the engine has told this rank of the lease: it waits for that a while.
 
-        Meanwhile a repeated claim is answered, so that the target knows that its source is alive.
+        Meanwhile a repeated claim is answered, so that the target knows that its source is alive. So is one for which
+        there is no room: its target asks again.
         """
         lease_id = claim.reference.lease_id
-        repeated = self._early.knows(lease_id, claim.party)
-        if not self._early.add(lease_id, EarlyMessage(peer, claim, now + self._timing.early_claim_s)):
-            raise unknown_lease(lease_id)
-        return [Reply(peer, m.Renewed(()))] if repeated else []
+        is_known = self._early.knows(lease_id, claim.party)
+        is_kept = self._early.add(lease_id, EarlyMessage(peer, claim, now + self._timing.early_claim_s))
+        return [Reply(peer, m.Renewed(()))] if is_known or not is_kept else []
 
     def _renew(self, peer: str, renew: m.Renew, now: float) -> list[Command]:
         self._targets.heard(renew.party, now)
