@@ -20,7 +20,7 @@ from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
-from kvferry.session.events import LeaseRequest
+from kvferry.session.events import FetchRequest, HoldRequest, LeaseRequest
 from kvferry.session.timing import Timing
 from kvferry.transport.registry import open_transports
 from kvferry.wire.codec import decode, frame_of
@@ -263,6 +263,37 @@ def test_no_request_is_asked_for_twice_at_a_time_and_no_attempt_is_called_like_a
     assert len({each.claim_id for each in asked}) == 2
     with pytest.raises(RequestError, match="has a lease already"):
         leased(source)
+
+
+def test_before_its_start_an_agent_says_so_and_has_kept_nothing(make_rank, cache):
+    source = make_rank("p0", SOURCE)
+    opened = open_transports("tcp")
+    agent = Agent(AgentConfig("d0"), cache, print, opened.transports, opened.unavailable)
+    wanted = source.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS)
+    lease = LeaseRequest("r2", "l2", (), 0)
+    for ask in (
+        lambda: agent.fetch(wanted),
+        lambda: agent.lease(lease),
+        lambda: agent.hold(HoldRequest(wanted.reference, wanted.addresses)),
+        lambda: agent.locate(source.agent.address),
+    ):
+        with pytest.raises(ConfigurationError, match="has not been started"):
+            ask()
+    with agent:
+        agent.lease(lease)
+
+
+def test_without_a_token_nobody_on_another_host_is_connected_to(make_rank):
+    rank = make_rank("d0", TARGET)
+    reference, elsewhere = Reference("p0", "epoch-1", "r1", "l1"), "tcp://192.0.2.1:5000"
+    for ask in (
+        lambda: rank.agent.fetch(FetchRequest("r1", reference, (elsewhere,), TARGET_TABLES, (TokenRange(0, 1),))),
+        lambda: rank.agent.hold(HoldRequest(reference, (rank.agent.address, elsewhere))),
+        lambda: rank.agent.locate(elsewhere),
+    ):
+        with pytest.raises(RequestError, match="connects to its own host only") as caught:
+            ask()
+        assert (caught.value.found, "--token-file" in caught.value.hint) == (elsewhere, True)
 
 
 def test_an_agent_that_cannot_listen_gives_its_transports_up(make_rank, cache):

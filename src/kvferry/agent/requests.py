@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from kvferry.agent.config import Notice
+from kvferry.agent.control.addresses import SAME_TOKEN, is_connectable
+from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import RequestError
 from kvferry.plan.programs.request import check_ranges
 from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
@@ -40,11 +42,19 @@ def check_growth(grown: LeaseProgress) -> None:
     _check_first_token(grown.first_token)
 
 
-def check_address(address: str) -> None:
-    """Raises RequestError for what is no `tcp://IP:port`: a name would have to be looked up first."""
+def check_address(address: str, token: SharedToken) -> None:
+    """Raises RequestError for what is no `tcp://IP:port`, since names are not looked up, and for an address of another
+    host where no token tells who answers there."""
     _check_names(address)
     if not is_address(address):
         raise RequestError("an address cannot be used", found=address, expected="tcp://IP:port")
+    if not is_connectable(address, token):
+        raise RequestError(
+            "without a shared token an engine connects to its own host only",
+            found=address,
+            expected="an address of this host, or a token",
+            hint=SAME_TOKEN,
+        )
 
 
 def _check_first_token(first: FirstToken | None) -> None:
@@ -52,23 +62,24 @@ def _check_first_token(first: FirstToken | None) -> None:
         _check("a first token", msgspec.to_builtins(first), FirstToken)
 
 
-def check_hold(wanted: HoldRequest) -> None:
-    """Raises RequestError for names that cannot travel."""
-    _check_reference(wanted.reference, wanted.addresses)
+def check_hold(wanted: HoldRequest, token: SharedToken) -> None:
+    """Raises RequestError for names that cannot travel, and for what `check_address` refuses."""
+    _check_reference(wanted.reference, wanted.addresses, token)
 
 
-def check_fetch(wanted: FetchRequest) -> None:
-    """Raises RequestError for names, block ids or ranges that cannot travel, and for ranges that run backwards."""
+def check_fetch(wanted: FetchRequest, token: SharedToken) -> None:
+    """Raises RequestError for names, block ids or ranges that cannot travel, for ranges that run backwards, and for
+    what `check_address` refuses."""
     _check_names(wanted.request_id)
-    _check_reference(wanted.reference, wanted.addresses)
+    _check_reference(wanted.reference, wanted.addresses, token)
     _check("block ids of a fetch", wanted.block_tables, TARGET_TABLES)
     check_ranges(wanted.ranges)
 
 
-def _check_reference(reference: Reference, addresses: Sequence[str]) -> None:
+def _check_reference(reference: Reference, addresses: Sequence[str], token: SharedToken) -> None:
     _check_names(reference.engine_id, reference.epoch, reference.request_id, reference.lease_id)
     for address in addresses:
-        check_address(address)
+        check_address(address, token)
 
 
 def _check_names(*names: str) -> None:

@@ -9,6 +9,11 @@ from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import ConfigurationError
 from kvferry.transport.machine.addresses import resolve
 
+SAME_TOKEN = (
+    "give every engine the same --token-file (vLLM: token_file in kv_connector_extra_config, "
+    "SGLang: token_file in KVFERRY_SGLANG_CONFIG)"
+)
+
 
 def listening_address(host: str, token: SharedToken) -> str:
     """The IP address of a host's name. Raises ConfigurationError for one that must not or cannot be listened on."""
@@ -18,7 +23,7 @@ def listening_address(host: str, token: SharedToken) -> str:
             "without a shared token the control channel may listen on this host only",
             found=host,
             expected="127.0.0.1, or a token",
-            hint="give every engine the same --token-file (vLLM: token_file in kv_connector_extra_config)",
+            hint=SAME_TOKEN,
         )
     if address.is_unspecified:
         raise ConfigurationError(

@@ -29,6 +29,7 @@ from kvferry.agent.memory.staging_slots import StagingSlots
 from kvferry.agent.requests import OpenRequests, check_address, check_fetch, check_growth, check_hold, check_lease
 from kvferry.agent.transports.manager import TransportManager
 from kvferry.agent.transports.negotiation import PeerReport
+from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session import commands as c
 from kvferry.session import events as e
@@ -73,6 +74,7 @@ class Agent:
         self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
         self._written_arenas: tuple[Arena, ...] = ()
         self._names = OpenRequests(notify)
+        self._token = config.token
         with ExitStack() as undo:
             for transport in transports:
                 # The transport manager closes them; this is for errors before there is one.
@@ -176,14 +178,16 @@ class Agent:
         A server with data parallelism is `data_parallel_size` engines with names of their own. Rank 0 of number d
         listens d ports above rank 0 of number 0, which is asked for all of them.
         """
-        self._submit(e.RanksKnown(tuple(addresses), data_parallel_size))
+        self._event_loop.inbox.put(e.RanksKnown(tuple(addresses), data_parallel_size))
         self._thread.start()
 
     def lease(self, wanted: e.LeaseRequest) -> Reference:
         """Let a target read a finished request's cache. The blocks stay the lease's until `LeaseEnded`.
 
-        Raises RequestError for what cannot travel, and for a request whose lease has not ended.
+        Raises RequestError for what cannot travel, and for a request whose lease has not ended, ConfigurationError
+        before `start`.
         """
+        self._check_started()
         check_lease(wanted)
         self._names.lease(wanted.request_id)
         self._submit(wanted)
@@ -205,26 +209,31 @@ class Agent:
         """Ask whose address it is; `Located` or `LocateFailed` follows. Of a server with data parallelism, which engine
         is meant: that whose number is `number` modulo how many there are.
 
-        Raises RequestError for what cannot be an address.
+        Raises RequestError for what cannot be an address, and without a token for one of another host,
+        ConfigurationError before `start`.
         """
-        check_address(address)
+        self._check_started()
+        check_address(address, self._token)
         self._submit(e.LocateRequest(address, number))
 
     def hold(self, wanted: e.HoldRequest) -> None:
         """Keep a remote lease alive until its request's turn comes, and connect to its source meanwhile.
 
-        Raises RequestError for what cannot travel.
+        Raises RequestError for what cannot travel, and without a token for addresses of other hosts,
+        ConfigurationError before `start`.
         """
-        check_hold(wanted)
+        self._check_started()
+        check_hold(wanted, self._token)
         self._submit(wanted)
 
     def fetch(self, wanted: e.FetchRequest) -> None:
         """Bring a remote cache into own blocks; `Fetched`, or `FetchFailed` and later `BlocksReleased`, follow.
 
-        Raises RequestError for what cannot travel, for ranges that run backwards, and for a request that is being
-        fetched.
+        Raises RequestError for what cannot travel, for ranges that run backwards, for a request that is being fetched,
+        and without a token for addresses of other hosts, ConfigurationError before `start`.
         """
-        check_fetch(wanted)
+        self._check_started()
+        check_fetch(wanted, self._token)
         self._submit(replace(wanted, attempt=self._names.fetch(wanted.request_id)))
 
     def abort(self, request_id: str) -> None:
@@ -241,6 +250,11 @@ class Agent:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the agent's thread has not stopped within {timeout_s:g} s")
+
+    def _check_started(self) -> None:
+        """Raises ConfigurationError before `start`: nobody would ever answer."""
+        if self._thread.ident is None:
+            raise ConfigurationError("the transfer agent has not been started", hint="call `start`, or use `with`")
 
     def _submit(self, event: EngineRequest) -> None:
         self._event_loop.inbox.put(event)
