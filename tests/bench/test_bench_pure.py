@@ -197,6 +197,8 @@ CHUNK = b'data: {"choices": [{"text": "a"}]}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9}}\n\n'
 ROLE = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
 CHAT = b'data: {"choices": [{"delta": {"content": "b"}}]}\r\n\r\n'
+SILENT = b'data: {"choices": [{"text": ""}]}\n\ndata: {"choices": [{"delta": {"content": ""}}], "error": null}\n\n'
+LAST = b'data: {"choices": [{"delta": {}, "finish_reason": "length"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
@@ -215,7 +217,8 @@ def test_how_a_stream_is_cut_changes_nothing_but_times(cuts):
     ("stream", "wrong"),
     [
         (CHUNK, "without [DONE]"),
-        (DONE, "has no text"),
+        (DONE, "has no tokens"),
+        (ROLE + LAST + DONE, "has no tokens"),
         (CHUNK + b'data: {"error": {"message": "oh dear"}}\n\n', "oh dear"),
         (CHUNK + b"data: nonsense\n\n" + DONE, "not a JSON object"),
     ],
@@ -224,6 +227,15 @@ def test_answers_that_are_not_whole_are_errors(stream, wrong):
     answer = Answer()
     answer.push(stream, 0.0)
     assert wrong in answer.wrong
+
+
+def test_tokens_without_text_count_from_the_first_to_the_last():
+    """What follows the last line's end is not there on every server."""
+    answer = Answer()
+    for now, data in enumerate((ROLE, SILENT, CHAT, SILENT, LAST, USAGE, DONE.rstrip())):
+        answer.push(data, now)
+    answer.end(9.0)
+    assert (answer.piece_times, answer.wrong) == ([1, 1, 2, 3, 3], "")
 
 
 def run(rate, num_good, num=10):

@@ -242,6 +242,43 @@ def test_vllm_has_its_time_to_drain_before_it_is_killed(start, tmp_path):
     assert_gone(*seen(tmp_path)[1])
 
 
+@pytest.mark.parametrize("numbers", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
+def test_nobody_has_to_wait_for_what_is_open(start, tmp_path, numbers):
+    """The stand-in would finish its requests for an hour."""
+    process = start("--drain-timeout", "3600", "--", "--stubborn", program=("-c", NO_GRACE))
+    process.stdout.readline()
+    *first, last = numbers
+    for number in first:
+        process.send_signal(number)
+        next(line for line in process.stderr if b"still answering" in line)
+    process.send_signal(last)
+    assert process.wait(DEADLINE_S) == 0
+    assert_gone(*seen(tmp_path)[1])
+
+
+def test_vllm_does_not_outlive_a_process_that_is_killed(start, tmp_path):
+    """Whoever starts it again wants its port and its device, which vLLM's own child processes hold."""
+    process = start()
+    process.stdout.readline()
+    process.kill()
+    assert_gone(*seen(tmp_path)[1])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--port=8301", "kvferry's own --port"),
+        ("--kv_transfer_config={}", "start vllm serve yourself"),
+        ("--kv-transfer-config.kv_connector=NixlConnector", "start vllm serve yourself"),
+        ("--ssl-certfile", "a proxy that ends TLS"),
+    ],
+)
+def test_what_kvferry_tells_vllm_itself_is_not_passed_on(given, expected, start):
+    _, words = start("--", given).communicate(timeout=DEADLINE_S)
+    assert "does not pass this option on" in words.decode()
+    assert expected in " ".join(words.decode().split())
+
+
 def test_vllms_own_end_is_ours(start, tmp_path):
     process = start()
     url = json.loads(process.stdout.readline())["url"]

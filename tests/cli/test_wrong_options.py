@@ -57,6 +57,33 @@ def test_logs_that_have_no_place_are_one_clear_message(tmp_path):
     assert "cannot create the log folder" in told("up", "--model", tmp_path, "--log-dir", tmp_path / "file")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("bench", "serve", "--trace", "t.jsonl", "--requests", "5"), "no effect beside --trace found: --requests"),
+        (("bench", "serve", "--sweep", "1,2", "--attainment", "0.5"), "no effect without --slo"),
+        (("bench", "serve", "--timeout", "inf"), "'--timeout'"),
+        (("bench", "serve", "--header", "X T: a"), "invalid --header"),
+        (("bench", "accuracy", "--url", "http://a:1", "--against", "http://a:1/v1/"), "are the same server"),
+        (("doctor", "--peer", ""), "--peer is empty"),
+        (("doctor", "--vllm-args", " "), "--vllm-args is empty"),
+        (("doctor", "--vllm-args", "--x", "--peer", "a:1"), "no effect beside --vllm-args found: --peer"),
+        (("plan", "--model", "tiny", "--prefill", "tp=2,run=7", "--decode", "tp=1"), "run= has no effect"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(arguments, words):
+    assert words in told(*arguments).replace("│ ", "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("bench", "serve", "--plot"), ("plan", "--model", "tiny", "--prefill", "tp=1", "--decode", "tp=2", "--html")],
+)
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, command):
+    (tmp_path / "page.html").mkdir()
+    assert "the page cannot be written" in told(*command, tmp_path / "page.html")
+
+
 def test_a_benchmark_that_is_interrupted_says_that_nothing_is_reported(monkeypatch):
     def interrupt(work):
         work.close()

@@ -118,7 +118,7 @@ def test_prefill_killed_between_prefill_and_decode(fleet):
     assert report["recomputed"] in ("deadline", "peer_lost", "unreachable")
     answer, expected = both(fleet, prompt)
     assert answer.token_ids == expected.token_ids
-    fleet.restart_exited()
+    fleet.restart_and_wait()
     tokens, report = decode(fleet, prompt, params)
     assert (tokens, report["recomputed"]) == (alone(fleet, prompt), report["recomputed"])
     assert report["recomputed"] != ""
@@ -141,13 +141,13 @@ def test_a_router_and_a_decode_engine_that_die_are_started_again(fleet):
         killed = fleet.pids[name]
         os.kill(killed, signal.SIGKILL)
         psutil.wait_procs([psutil.Process(killed)], timeout=DEADLINE_S)
-        fleet.restart_exited()
+        fleet.restart_and_wait()
         assert fleet.pids[name] != killed
     eventually(lambda: ready(fleet)["num_healthy_decode"] == 1, "the router has found the decode engine again")
 
 
 def test_a_restarted_prefill_engine_serves_again(fleet):
-    fleet.restart_exited()
+    fleet.restart_and_wait()
     eventually(lambda: ready(fleet)["num_healthy_prefill"] == 1, "the router has found the prefill engine again")
     prompt = prompt_of(40, seed=9)
     answer, expected = both(fleet, prompt)

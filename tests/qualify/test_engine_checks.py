@@ -24,7 +24,7 @@ def fleet():
     process = subprocess.Popen(["sleep", "600"])
     try:
         yield SimpleNamespace(
-            model="tiny", url="http://nowhere", pids={"prefill-0": process.pid}, restart_exited=lambda: None
+            model="tiny", url="http://nowhere", pids={"prefill-0": process.pid}, restart_and_wait=lambda: None
         )
     finally:
         process.kill()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvferry.cli.environment import all_variables
 from kvferry.errors import ConfigurationError
@@ -55,19 +55,20 @@ class Child:
     def running(self) -> bool:
         return self._process.poll() is None
 
+    def has_spoken(self, within_s: float = 0.0) -> bool:
+        """Whether the child announces itself, or has ended, after waiting so long for it."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._output, selectors.EVENT_READ)
+            return bool(selector.select(within_s))
+
     def wait_until_ready(self, deadline: float) -> dict[str, Any]:
         """What the child announces when it can serve. `deadline` is on the monotonic clock.
 
         Raises ConfigurationError, with the child's own words, when it ends or is not ready in time.
         """
-        stdout = self._process.stdout
-        if stdout is None:
-            raise ConfigurationError(f"{self.name} was started without an output")
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise self._failed("did not become ready in time")
-        line = stdout.readline()
+        if not self.has_spoken(max(0.0, deadline - time.monotonic())):
+            raise self._failed("did not become ready in time")
+        line = self._output.readline()
         if not line:
             # It closes its output a moment before it has said its last word.
             with suppress(subprocess.TimeoutExpired):
@@ -75,6 +76,12 @@ class Child:
             raise self._failed("has exited")
         announced: dict[str, Any] = json.loads(line)
         return announced
+
+    @property
+    def _output(self) -> IO[bytes]:
+        if self._process.stdout is None:
+            raise ConfigurationError(f"{self.name} was started without an output")
+        return self._process.stdout
 
     @property
     def ending(self) -> str:

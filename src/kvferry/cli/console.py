@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -106,7 +107,7 @@ def errors_as_messages(extras: str = "") -> Iterator[None]:
 def page_file(path: str) -> Path | None:
     """The HTML file that a command is asked to write, if it is; to be called before anything is computed or measured.
 
-    Raises ConfigurationError when the file is not HTML or its folder does not exist.
+    Raises ConfigurationError when the file is not HTML, or cannot be written where it is to be.
     """
     if not path:
         return None
@@ -116,6 +117,9 @@ def page_file(path: str) -> Path | None:
         raise ConfigurationError(what, found=path, expected="a name that ends in .html", hint=hint)
     if not folder.is_dir():
         raise ConfigurationError("the folder does not exist", found=str(folder), hint="create the folder first")
+    if page.is_dir() or not os.access(page if page.exists() else folder, os.W_OK):
+        found = f"{path}: {'a folder' if page.is_dir() else os.strerror(errno.EACCES)}"
+        raise ConfigurationError("the page cannot be written", found=found, hint="name another file")
     return page
 
 

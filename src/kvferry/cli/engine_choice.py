@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Final
 
 import typer
 
-from kvferry.cli.options import is_given, option_of
+from kvferry.cli.options import is_given, option_of, passed_options
 from kvferry.errors import ConfigurationError
 from kvferry.extras import how_to_install
 
@@ -79,6 +80,15 @@ def refuse_options(engine: str, context: typer.Context, *names: str) -> None:
             expected=f"the option of {other.name} itself",
             hint=f"pass options of {other.server} after --",
         )
+
+
+def check_passed(arguments: Sequence[str], taken: Mapping[str, str]) -> None:
+    """Raises ConfigurationError for an option behind `--` that kvferry gives the engine itself: it would count instead
+    of ours. `taken` says what to use in its place."""
+    for name in passed_options(arguments):
+        # vLLM takes `--option.key` for one key of an option that is JSON.
+        if instead := taken.get(name.partition(".")[0]):
+            raise ConfigurationError("kvferry does not pass this option on", found=name, expected=instead)
 
 
 def left_to_engine(context: typer.Context, *names: str) -> dict[str, Any]:

@@ -9,15 +9,16 @@ import msgspec
 DATA, DONE = b"data:", b"[DONE]"
 # Of an error that a server tells.
 MAX_WORDS = 400
-# Where the parts of a chat answer have their text.
-TEXT_FIELDS = ("content", "reasoning", "reasoning_content")
+# What the parts of a chat answer may consist of.
+CONTENTS = ("content", "reasoning", "reasoning_content", "tool_calls")
 
 
 class Answer:
     """Takes the bytes of a stream of server-sent events, in pieces of any size.
 
-    `piece_times` are the times at which text came, `output_tokens` what `usage` says or -1, `prompt_tokens` likewise.
-    `error` is what the server said was wrong with it, empty if nothing was.
+    `piece_times` are the times at which tokens came, with text or without: special ones, and halves of characters, have
+    none. `output_tokens` is what `usage` says or -1, `prompt_tokens` likewise. `error` is what the server said was
+    wrong with it, empty if nothing was.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,12 @@ class Answer:
         self.error = ""
         self.is_done = False
 
+    def end(self, now: float) -> None:
+        """Nothing follows. The last line need not have an end."""
+        self.push(b"\n", now)
+
     def push(self, data: bytes, now: float) -> None:
+        """Take what has come."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(DATA):
@@ -40,7 +46,7 @@ class Answer:
             return self.error
         if not self.is_done:
             return "the stream ended without [DONE]"
-        return "" if self.piece_times else "the answer has no text"
+        return "" if self.piece_times else "the answer has no tokens"
 
     def _event(self, data: bytes, now: float) -> None:
         if data == DONE:
@@ -51,13 +57,13 @@ class Answer:
         except msgspec.DecodeError:
             self.error = "an event is not a JSON object"
             return
-        if "error" in event:
+        if event.get("error") is not None:
             self.error = message_of(event)
         if isinstance(usage := event.get("usage"), dict):
             self.output_tokens = _count(usage, "completion_tokens")
             self.prompt_tokens = _count(usage, "prompt_tokens")
         choices = event.get("choices")
-        if isinstance(choices, list) and any(_has_text(choice) for choice in choices):
+        if isinstance(choices, list) and any(_has_token(choice) for choice in choices):
             self.piece_times.append(now)
 
 
@@ -83,10 +89,12 @@ def _count(usage: dict[str, Any], name: str) -> int:
     return value if isinstance(value, int) and value >= 0 else -1
 
 
-def _has_text(choice: object) -> bool:
+def _has_token(choice: object) -> bool:
+    """Not of a chat's first event, which says who speaks, nor of a last one that only says why it has ended."""
     if not isinstance(choice, dict):
         return False
     delta = choice.get("delta")
-    if isinstance(delta, dict):
-        return any(delta.get(name) for name in TEXT_FIELDS) or bool(delta.get("tool_calls"))
-    return bool(choice.get("text"))
+    if not isinstance(delta, dict):
+        return "text" in choice
+    has_text = any(delta.get(name) for name in CONTENTS)
+    return has_text or ("role" not in delta and any(name in delta for name in CONTENTS))

@@ -105,7 +105,9 @@ class Load:
                 return replace(record, error=refusal(response.status, await response.read()))
             async for data in response.content.iter_any():
                 answer.push(data, time.perf_counter())
-        return _finished(record, answer, began, time.perf_counter())
+        ended = time.perf_counter()
+        answer.end(ended)
+        return _finished(record, answer, began, ended)
 
 
 def _finished(record: Record, answer: Answer, began: float, ended: float) -> Record:

@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvferry.bench.load.answer import refusal
 from kvferry.bench.load.workload import Endpoint, PlannedRequest, Prompt
 from kvferry.errors import ConfigurationError
 from kvferry.http.client_errors import client_error_text
@@ -57,7 +58,7 @@ async def served_model(url: str, wanted: str, headers: dict[str, str]) -> str:
     if not url.startswith(("http://", "https://")):
         expected = "a URL with http:// or https://, such as http://127.0.0.1:8000"
         raise ConfigurationError("invalid server URL", found=url, expected=expected)
-    names = await _models(url, headers)
+    names = await _models(url, headers, is_needed=not wanted)
     if not names and not wanted:
         raise ConfigurationError("the server lists no models", found=f"{url}/v1/models", hint="give --model")
     if names and wanted and wanted not in names:
@@ -68,7 +69,7 @@ async def served_model(url: str, wanted: str, headers: dict[str, str]) -> str:
     return wanted or names[0]
 
 
-async def _models(url: str, headers: dict[str, str]) -> list[str]:
+async def _models(url: str, headers: dict[str, str], *, is_needed: bool) -> list[str]:
     """Nothing where the server does not know the path."""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     try:
@@ -91,6 +92,9 @@ async def _models(url: str, headers: dict[str, str]) -> list[str]:
             found=f"HTTP {response.status} from {url}/v1/models",
             hint=f"set the environment variable KVFERRY_API_KEY{' to another one' if was_shown else ''}",
         )
+    if is_needed and response.status not in (200, 404):
+        what, found = "the server does not say which models it has", refusal(response.status, body)
+        raise ConfigurationError(what, found=f"{url}/v1/models: {found}", hint="does it serve? Otherwise give --model")
     try:
         models = msgspec.json.decode(body, type=Models) if response.status == 200 else Models()
     except msgspec.DecodeError:

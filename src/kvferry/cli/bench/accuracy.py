@@ -15,7 +15,7 @@ from kvferry.bench.accuracy.verdict import Limits, faults
 from kvferry.bench.load.target import served_model
 from kvferry.cli import console
 from kvferry.cli.bench.accuracy_table import show
-from kvferry.cli.bench.command import AccuracyOptions
+from kvferry.cli.bench.command import AccuracyOptions, base_of
 from kvferry.cli.bench.progress import BenchProgress
 from kvferry.cli.bench.serve import headers_named
 from kvferry.errors import ConfigurationError
@@ -29,12 +29,12 @@ def bench_accuracy(options: AccuracyOptions) -> int:
     plot, items = console.page_file(options.plot), _items(options)
     measured = asyncio.run(_run(options, items))
     found = faults(measured, Limits(options.min_equal, options.factor))
-    if plot is not None:
-        console.write_page(plot, accuracy_page(f"{options.url} against {options.against}", measured, found))
     if options.as_json:
         console.data(_json(options, measured, found))
     else:
         show(measured, found)
+    if plot is not None:
+        console.write_page(plot, accuracy_page(f"{options.url} against {options.against}", measured, found))
     return 1 if found else 0
 
 
@@ -57,7 +57,7 @@ async def servers_of(options: AccuracyOptions) -> tuple[Server, Server]:
     headers, salt = headers_named(options.header), f"accuracy-{secrets.token_hex(4)}"
     sides = []
     for url in (options.against, options.url):
-        base = url.rstrip("/").removesuffix("/v1")
+        base = base_of(url)
         model = await served_model(base, options.model, headers)
         sides.append(Server(base, model, headers, options.concurrency, salt, options.timeout))
     whole, split = sides

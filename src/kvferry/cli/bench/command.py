@@ -19,15 +19,24 @@ arrivals = partial(typer.Option, rich_help_panel="Arrival of requests")
 asked = partial(typer.Option, rich_help_panel="Requests")
 good = partial(typer.Option, rich_help_panel="Limits")
 
+DAY_S = 86400.0
+NOT_BESIDE_TRACE = ("requests", "prompt_tokens", "output_tokens", "prefix_tokens", "prefixes", "seed")
 NOT_BESIDE_LM_EVAL = ("prompts", "max_tokens", "score_tokens", "factor", "plot")
 # What one option does without another: nothing.
-NEEDS = {
-    "trace_speed": "trace",
-    "every_request": "as_json",
-    "attainment": "sweep",
-    "itl_by": "slo",
-    "prefixes": "prefix_tokens",
-}
+NEEDS = (
+    ("trace_speed", "trace"),
+    ("every_request", "as_json"),
+    ("attainment", "sweep"),
+    ("attainment", "slo"),
+    ("itl_by", "slo"),
+    ("prefixes", "prefix_tokens"),
+)
+
+
+def base_of(url: str) -> str:
+    """The URL of a server without `/v1`, which people may have copied."""
+    return url.rstrip("/").removesuffix("/v1")
+
 
 app = typer.Typer(no_args_is_help=True, help="Measure a running server.")
 
@@ -47,7 +56,7 @@ class BenchOptions:
     header: Annotated[
         list[str], server(help="'Name: value', sent with every request; repeatable. API key: KVFERRY_API_KEY.")
     ] = field(default_factory=list)
-    timeout: Annotated[float, server(min=0.1, help="Time limit of one request, in seconds.")] = 600.0
+    timeout: Annotated[float, server(min=0.1, max=DAY_S, help="Time limit of one request, in seconds.")] = 600.0
     rate: Annotated[float, arrivals(help="Requests per second (Poisson process); inf sends all at once.")] = inf
     concurrency: Annotated[int, arrivals(min=0, help="Instead of --rate: number of requests in flight.")] = 0
     trace: Annotated[str, arrivals(help="Instead of --rate: replay a JSONL trace in Mooncake's format.")] = ""
@@ -97,7 +106,7 @@ class AccuracyOptions:
     header: Annotated[
         list[str], server(help="'Name: value', sent with every request; repeatable. API key: KVFERRY_API_KEY.")
     ] = field(default_factory=list)
-    timeout: Annotated[float, server(min=0.1, help="Time limit of one request, in seconds.")] = 600.0
+    timeout: Annotated[float, server(min=0.1, max=DAY_S, help="Time limit of one request, in seconds.")] = 600.0
     prompts: Annotated[
         str, asked(help="JSONL file: prompt, name, reference, answer. Without it, those of kvferry.")
     ] = ""
@@ -145,7 +154,7 @@ def _check_accuracy(context: typer.Context, options: AccuracyOptions) -> None:
     one = "the URL of one server with the same model that does everything"
     if not options.against:
         raise ConfigurationError("--against is missing", expected=one)
-    if options.against.rstrip("/") == options.url.rstrip("/"):
+    if base_of(options.against) == base_of(options.url):
         raise ConfigurationError("--url and --against are the same server", found=options.url, expected=one)
     if options.lm_eval:
         check_unused(context, NOT_BESIDE_LM_EVAL, "beside --lm-eval")
@@ -165,7 +174,9 @@ def _check(context: typer.Context) -> None:
     modes = [f"--{name}" for name in ("rate", "concurrency", "trace", "sweep") if is_given(context, name)]
     if len(modes) > 1:
         raise ConfigurationError("these options exclude each other", found=" and ".join(modes), expected="one of them")
-    for name, needed in NEEDS.items():
+    if is_given(context, "trace"):
+        check_unused(context, NOT_BESIDE_TRACE, "beside --trace")
+    for name, needed in NEEDS:
         if is_given(context, name) and not context.params[needed]:
             found, expected = option_of(name), option_of(needed)
             raise ConfigurationError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -26,7 +27,7 @@ from kvferry.bench.report.page import page
 from kvferry.bench.report.record import Record
 from kvferry.bench.report.slo import Slo, slo_named
 from kvferry.cli import console, environment
-from kvferry.cli.bench.command import BenchOptions
+from kvferry.cli.bench.command import BenchOptions, base_of
 from kvferry.cli.bench.progress import BenchProgress
 from kvferry.cli.bench.table import show
 from kvferry.errors import ConfigurationError
@@ -34,6 +35,9 @@ from kvferry.system import os_error_text
 
 # A load generator that is later than this measures itself instead of the server.
 LATE_MS = 50.0
+
+# RFC 9110's tokens.
+HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 Plans = list[tuple[float, tuple[PlannedRequest, ...]]]
 """The rate in requests/s and the requests of each run."""
@@ -44,7 +48,7 @@ def headers_named(words: list[str]) -> dict[str, str]:
     headers = {}
     for word in words:
         name, colon, value = word.partition(":")
-        if not (colon and name.strip() and word.isprintable()):
+        if not (colon and HEADER_NAME.fullmatch(name.strip()) and word.isprintable()):
             raise ConfigurationError("invalid --header", found=word, expected="such as 'X-Tenant: blue'")
         headers[name.strip()] = value.strip()
     has_key = any(name.lower() == "authorization" for name in headers)
@@ -61,12 +65,12 @@ def bench_serve(options: BenchOptions) -> int:
     except KeyboardInterrupt:
         console.say("interrupted: partial results are not reported")
         raise
-    if plot is not None:
-        console.write_page(plot, page(f"{target.model} at {target.url}", reports))
     if options.as_json:
         console.data(_json(options, target, reports))
     else:
         show(reports, options.attainment)
+    if plot is not None:
+        console.write_page(plot, page(f"{target.model} at {target.url}", reports))
     return 0 if any(report.answered for report in reports) else 1
 
 
@@ -90,7 +94,7 @@ def _read(path: str, speed: float) -> tuple[PlannedRequest, ...]:
 
 
 async def _run(options: BenchOptions, plans: Plans, slo: Slo) -> tuple[Target, tuple[Report, ...]]:
-    url, headers = options.url.rstrip("/").removesuffix("/v1"), headers_named(options.header)
+    url, headers = base_of(options.url), headers_named(options.header)
     model = await served_model(url, options.model, headers)
     target = Target(url, model, options.endpoint, options.text, options.may_stop, headers)
     await _warm_up(options, target, plans[0][1])

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 from kvferry.cli import environment
-from kvferry.cli.options import Json, TokenFile, command_of, common
+from kvferry.cli.options import Json, TokenFile, check_unused, command_of, common, is_given, option_of
+from kvferry.errors import ConfigurationError
+
+NOT_BESIDE_VLLM_ARGS = ("peer", "token_file", "device", "buffer_device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,11 @@ def doctor(context: typer.Context, options: DoctorOptions) -> int:
 
     Exit code: 0, 1 with warnings, 2 with errors.
     """
+    for name, expected in (("peer", "host:port"), ("vllm_args", "the arguments of a vllm serve")):
+        if is_given(context, name) and not context.params[name].strip():
+            raise ConfigurationError(f"{option_of(name)} is empty", expected=expected)
     if options.vllm_args:
+        check_unused(context, NOT_BESIDE_VLLM_ARGS, "beside --vllm-args")
         from kvferry.cli.doctor import vllm_arguments
 
         return vllm_arguments.tell(options.vllm_args, options.as_json)

@@ -21,7 +21,8 @@ from kvferry.errors import ConfigurationError
 from kvferry.transport.machine.finding import Finding, Severity, worst
 
 OPTION: Final = "--kv-transfer-config"
-BEFORE_JSON: Final = re.compile(rf"(?<!\S){OPTION}(?:=|\s+)(?P<quote>['\"]?)(?={{)")
+# vLLM takes underscores as well.
+BEFORE_JSON: Final = re.compile(rf"(?<!\S){OPTION.replace('-', '[-_]')}(?:=|\s+)(?P<quote>['\"]?)(?={{)")
 STOCK: Final = "NixlConnector"
 MULTI: Final = "MultiConnector"
 MODULE_KEY: Final = "kv_connector_module_path"
@@ -90,7 +91,7 @@ def _divided(text: str) -> tuple[list[str], dict[str, Any], list[str]]:
     words = _words(text)
     for number, word in enumerate(words):
         name, sign, value = word.partition("=")
-        if name == OPTION:
+        if name.replace("_", "-") == OPTION:
             behind = number + (1 if sign else 2)
             given = value if sign else "".join(words[number + 1 : behind])
             return words[:number], _object(given), words[behind:]
@@ -98,6 +99,7 @@ def _divided(text: str) -> tuple[list[str], dict[str, Any], list[str]]:
         "these arguments have no transfer configuration",
         found=" ".join(words) or "nothing",
         expected=f"{OPTION} with the JSON that names {STOCK}",
+        hint=f"write {OPTION}.key=value as JSON" if f"{OPTION}." in text.replace("_", "-") else "",
     )
 
 

@@ -34,7 +34,8 @@ def shape_of(words: str, layout: str, block_tokens: int = BLOCK_TOKENS) -> tuple
     """An engine's shape from `tp=4,block=16`; `layout` and `block_tokens` are for words that name neither. And how many
     replicas there are (`dp=`): they are engines of their own, and a plan is for one of them.
 
-    Raises ConfigurationError for words that are unknown, given twice or without a number. The number of blocks stays 1.
+    Raises ConfigurationError for words that are unknown, given twice, without a number, or without effect. The number
+    of blocks stays 1.
     """
     shape = EngineShape(1, 1, block_tokens=block_tokens, num_blocks=1, format=layout)
     changes: dict[str, Any] = {}
@@ -44,6 +45,9 @@ def shape_of(words: str, layout: str, block_tokens: int = BLOCK_TOKENS) -> tuple
         if not name or name in changes:
             raise ConfigurationError("invalid shape of an engine", found=repr(word), expected=EXPECTED)
         changes[name] = found
+    if "run_tokens" in changes and not changes.keys() & {"context_parallel", "decode_context_parallel"}:
+        what, expected = "run= has no effect without context parallelism", "cp=N or dcp=N beside it"
+        raise ConfigurationError(what, found=repr(words), expected=expected)
     replicas = changes.pop("replicas", 1)
     return replace(shape, **changes), replicas
 

@@ -19,6 +19,7 @@ from kvferry.cli import console
 from kvferry.cli.qualify.checks import CHECKS, Check
 from kvferry.cli.qualify.command import QualifyOptions
 from kvferry.cli.qualify.run import outcomes
+from kvferry.cli.signals import end_as_ctrl_c
 from kvferry.errors import ConfigurationError
 from kvferry.extras import INCLUDED, MissingExtraError, how_to_install, missing_modules
 from kvferry.qualify.expected import GPUS
@@ -39,6 +40,7 @@ STYLES: Final = {Result.PASSED: "green", Result.SLOW: "yellow", Result.FAILED: "
 def qualify(options: QualifyOptions) -> int:
     """Run the checks, print what came of them, write the page; the exit code. Raises ConfigurationError for options
     that make no sense, before anything is run."""
+    end_as_ctrl_c()
     checks, file = _checks(options.only), console.page_file(options.page)
     kind = _kind(options.device)
     _check_installed(kind)

@@ -35,7 +35,7 @@ def check(fleet: Fleet) -> Outcome:
         return failed(NAME, "nothing was moved to begin with: the decode engine computed the prompt")
     _kill(fleet.pids[KILLED])
     while_dead = _asked(fleet, "dead")
-    fleet.restart_exited()
+    fleet.restart_and_wait()
     again: list[Answer] = []
     # The router has to hear of it, which takes a moment.
     while not again or (not _is_moved(again[-1]) and len(again) < MOST_ASKED):

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from kvferry.cli.qualify.checks import Check
+from kvferry.cli.watchdog import watchdog
 from kvferry.qualify.outcome import Outcome, Result, failed, skipped
 
 TOTAL_S: Final = 600.0
@@ -70,7 +71,8 @@ def _run(check: Check, kind: str, limit_s: float, folder: Path) -> Outcome:
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(limit_s)
+            with watchdog(process.pid):
+                process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return failed(check.name, f"{NOT_ENDED} within {limit_s:.0f} s: does the device hang?")
         finally:

@@ -12,7 +12,7 @@ import time
 import urllib.request
 from asyncio.subprocess import Process
 from collections.abc import Coroutine, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvferry.cli import console
 from kvferry.cli.serve.command import ServeOptions
 from kvferry.cli.serve.joining import joined
 from kvferry.cli.server import http
+from kvferry.cli.watchdog import watchdog
 from kvferry.errors import ConfigurationError
 
 POLL_S = 0.25
@@ -28,6 +29,7 @@ POLL_S = 0.25
 ANSWER_S = 20.0
 # Less than our own parent gives us before it kills us: nobody else would end the engine then.
 STOP_S = 8.0
+NO_TLS = "a proxy that ends TLS in front: the router and kvferry speak HTTP with an engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,16 @@ def serve_engine(options: ServeOptions, engine: EngineProcess) -> int:
 
 
 async def _run(options: ServeOptions, engine: EngineProcess) -> int:
-    token, told = read_token(options.token_file), asyncio.Event()
+    token, told, is_urgent = read_token(options.token_file), asyncio.Event(), asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        """The first SIGTERM lets it finish what is open; SIGINT, and whatever comes after, end it at once."""
+        if told.is_set() or number == signal.SIGINT:
+            is_urgent.set()
+        told.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, told.set)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a
     # session: Linux schedules sessions as wholes, and lets one that rarely runs wait for a tenth of a second and more.
     process = await asyncio.create_subprocess_exec(
@@ -66,18 +75,20 @@ async def _run(options: ServeOptions, engine: EngineProcess) -> int:
     )
     ends = [process.wait(), told.wait(), *([http.stdin_closed()] if options.as_child else [])]
     ending = asyncio.create_task(_first(ends))
-    try:
-        # Whoever has started us as a child waits as long as it likes: for a download, an hour.
-        await _ready(engine, process, ending, math.inf if options.as_child else options.start_timeout)
-        if not ending.done():
-            _announce(options, engine)
-            async with joined(options.join, engine.url, token):
-                await ending
-        return process.returncode or 0
-    finally:
-        ending.cancel()
-        # A parent that has died may be started again, and want the same devices: nothing is finished for it.
-        await _stop(process, (options.drain_timeout if told.is_set() else 0.0) + STOP_S)
+    with ExitStack() as watched:
+        try:
+            watched.enter_context(watchdog(process.pid))
+            # Whoever has started us as a child waits as long as it likes: for a download, an hour.
+            await _ready(engine, process, ending, math.inf if options.as_child else options.start_timeout)
+            if not ending.done():
+                _announce(options, engine)
+                async with joined(options.join, engine.url, token):
+                    await ending
+            return process.returncode or 0
+        finally:
+            ending.cancel()
+            # A parent that has died may be started again, and want the same devices: nothing is finished for it.
+            await _stop(process, options.drain_timeout if told.is_set() else 0.0, is_urgent)
 
 
 def key_in(variable: str, options: ServeOptions, engine: str, hint: str = "") -> dict[str, str]:
@@ -131,12 +142,16 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-async def _stop(process: Process, within_s: float) -> None:
-    """Politely, then by force; nothing of its group survives."""
+async def _stop(process: Process, drain_s: float, is_urgent: asyncio.Event) -> None:
+    """Politely, with `drain_s` for what is open unless it `is_urgent`, then by force; nothing of its group survives."""
     with suppress(ProcessLookupError):
         process.terminate()
     with suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), within_s)
+        async with asyncio.timeout(drain_s):
+            await _first([process.wait(), is_urgent.wait()])
+    with suppress(TimeoutError):
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

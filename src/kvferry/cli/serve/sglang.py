@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
@@ -12,8 +11,9 @@ from typing import Final
 import msgspec
 
 from kvferry.cli import environment
+from kvferry.cli.engine_choice import check_passed
 from kvferry.cli.serve.command import ServeOptions
-from kvferry.cli.serve.engine_process import EngineProcess, key_in, serve_engine
+from kvferry.cli.serve.engine_process import NO_TLS, EngineProcess, key_in, serve_engine
 from kvferry.cli.server import listening
 from kvferry.connectors.sglang.plugin import NAME
 from kvferry.connectors.sglang.settings import VARIABLE, Settings
@@ -29,6 +29,8 @@ TAKEN: Final = {
     "--disaggregation-ib-device": "UCX_NET_DEVICES, which restricts the network cards that NIXL chooses from",
     "--host": "kvferry's own --host",
     "--port": "kvferry's own --port",
+    "--ssl-keyfile": NO_TLS,
+    "--ssl-certfile": NO_TLS,
 }
 """Options of SGLang that are not passed on, and what to use instead."""
 
@@ -49,7 +51,7 @@ def check(options: ServeOptions) -> Side:
     if VARIABLE in os.environ:
         what, expected = f"{VARIABLE} is for servers that are started without kvferry", "options of kvferry serve"
         raise ConfigurationError(what, found=os.environ[VARIABLE], expected=expected, hint=f"unset {VARIABLE}")
-    _check_arguments(options.arguments)
+    check_passed(options.arguments, TAKEN)
     return role
 
 
@@ -107,9 +109,3 @@ def sglang_environment(options: ServeOptions) -> dict[str, str]:
     """Our settings, and a key. Raises ConfigurationError for several keys."""
     settings = msgspec.json.encode(settings_of(options)).decode()
     return {**os.environ, VARIABLE: settings, **key_in(environment.API_KEY, options, "SGLang")}
-
-
-def _check_arguments(arguments: Iterable[str]) -> None:
-    for argument in arguments:
-        if instead := TAKEN.get(argument.partition("=")[0]):
-            raise ConfigurationError("kvferry does not pass this option on", found=argument, expected=instead)

@@ -7,10 +7,12 @@ import os
 import sys
 from dataclasses import replace
 from math import ceil
+from typing import Final
 
+from kvferry.cli.engine_choice import check_passed
 from kvferry.cli.options import HERE
 from kvferry.cli.serve.command import ServeOptions
-from kvferry.cli.serve.engine_process import EngineProcess, key_in, serve_engine
+from kvferry.cli.serve.engine_process import NO_TLS, EngineProcess, key_in, serve_engine
 from kvferry.cli.server import listening
 
 # What our router asks of an engine, on vLLM's own server.
@@ -24,6 +26,18 @@ DEFAULTS = {
     "staging_memory": "host",
 }
 EXTENSION = "kvferry.connectors.vllm.extension.Extension"
+BY_HAND = "none: start vllm serve yourself, with kvferry's connector as docs/vllm.md has it"
+TAKEN: Final = {
+    "--host": "kvferry's own --host",
+    "--port": "kvferry's own --port",
+    "--uds": "kvferry's own --host and --port",
+    "--ssl-keyfile": NO_TLS,
+    "--ssl-certfile": NO_TLS,
+    "--headless": BY_HAND,
+    "--kv-transfer-config": BY_HAND,
+    "--worker-extension-cls": BY_HAND,
+}
+"""Options of vLLM that are not passed on, and what to use instead."""
 # What a first try runs into: two servers, each of which wants nearly all of one machine's memory.
 HINT = "see its output above; if memory ran out, limit each server: -- --kv-cache-memory-bytes 1073741824"
 
@@ -31,8 +45,10 @@ HINT = "see its output above; if memory ran out, limit each server: -- --kv-cach
 def serve_vllm(options: ServeOptions) -> int:
     """Run vLLM until it ends or we are told to end; returns its exit code, 0 when we were told.
 
-    Raises ConfigurationError when its port is taken, it ends early or is not ready in time.
+    Raises ConfigurationError for what it cannot be asked for, when its port is taken, it ends early or is not ready in
+    time.
     """
+    check_passed(options.arguments, TAKEN)
     # vLLM does not say which port it got when it is asked for any, so we choose one. And whoever answers at a port that
     # vLLM cannot have would look like vLLM.
     with listening.reserve(options.host, options.port) as held:

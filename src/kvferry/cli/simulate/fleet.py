@@ -50,9 +50,9 @@ def simulate_fleet(options: FleetOptions, typed: str) -> None:
             return
         report = report_of(simulate(setting, arrivals))
     facts = facts_of(report) | {"command": typed}
+    _print(options, facts)
     if file is not None:
         console.write_page(file, page(facts))
-    _print(options, facts)
 
 
 @contextmanager

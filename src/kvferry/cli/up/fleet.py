@@ -17,9 +17,13 @@ from kvferry.http.registration import Side
 
 HOST = "127.0.0.1"
 READY_S = 240.0
+POLL_S = 0.05
 # More deaths than this within that time mean that starting again does not help.
 MAX_RESTARTS = 20
 RESTARTS_WITHIN_S = 300.0
+# Who has not come up again is tried again after that, then after twice as long each time: its port or its memory may be
+# somebody else's for a while.
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,17 @@ StartChild = Callable[[str, tuple[str, ...], Path, int, Mapping[str, str] | None
 """What starts a child, as `Child` itself does here: of its name, arguments, log, port and variables."""
 
 
+@dataclass(slots=True)
+class _Restart:
+    """A child that has died is started again no sooner than `at`. Once it was, it `is_started`, and is to be ready by
+    the `deadline`. `delay_s` is how long it was waited last."""
+
+    at: float
+    delay_s: float = 0.0
+    is_started: bool = False
+    deadline: float = 0.0
+
+
 class Fleet:
     """Starts everything, starts again what has died, and leaves nothing running."""
 
@@ -57,7 +72,8 @@ class Fleet:
         self._logs = logs
         self._start_child = start_child
         self._children: list[Child] = []
-        self._restarted_at: list[float] = []
+        self._died_at: list[float] = []
+        self._restarts: dict[int, _Restart] = {}
         self._ports: dict[str, int] = {}
         self.model = ""
         self.url = ""
@@ -94,19 +110,58 @@ class Fleet:
         self.url = self._await(self._children[-1], deadline)
 
     def restart_exited(self) -> None:
-        """Start again what has died, at its old address. Raises ConfigurationError when that keeps happening."""
+        """Start again what has died, at its old address, and wait for nothing: what is left serves meanwhile. To be
+        called again and again. Raises ConfigurationError when engines keep exiting."""
+        now = time.monotonic()
         for index, child in enumerate(self._children):
-            if child.running:
-                continue
-            console.say(f"{child.name} has exited ({child.ending}, see {child.log}); restarting it")
-            child.stop()
-            now = time.monotonic()
-            self._restarted_at = [*(at for at in self._restarted_at if now - at < RESTARTS_WITHIN_S), now]
-            if len(self._restarted_at) > MAX_RESTARTS:
-                raise ConfigurationError("the engines keep exiting", hint=f"their output is in {self._logs}")
-            port = self._ports[child.name]
-            self._children[index] = self._start_child(child.name, child.arguments, child.log, port, child.variables)
-            self._await(self._children[index], time.monotonic() + self._options.ready_s)
+            if index not in self._restarts and not child.running:
+                console.say(f"{child.name} has exited ({child.ending}, see {child.log}); restarting it")
+                self._count_death(now)
+                self._restarts[index] = _Restart(now)
+        for index, restart in list(self._restarts.items()):
+            if restart.is_started:
+                self._look_at(index, restart, now)
+            elif now >= restart.at:
+                self._start_again(index, restart, now)
+
+    def restart_and_wait(self) -> None:
+        """Start again what has died, until everything serves. Raises ConfigurationError when that takes too long."""
+        deadline = time.monotonic() + self._options.ready_s
+        self.restart_exited()
+        while self._restarts:
+            if time.monotonic() > deadline:
+                names = ", ".join(self._children[index].name for index in self._restarts)
+                what = f"{names} did not come up again in time"
+                raise ConfigurationError(what, hint=f"their output is in {self._logs}")
+            time.sleep(POLL_S)
+            self.restart_exited()
+
+    def _count_death(self, now: float) -> None:
+        """Raises ConfigurationError when there are too many."""
+        self._died_at = [*(at for at in self._died_at if now - at < RESTARTS_WITHIN_S), now]
+        if len(self._died_at) > MAX_RESTARTS:
+            raise ConfigurationError("the engines keep exiting", hint=f"their output is in {self._logs}")
+
+    def _start_again(self, index: int, restart: _Restart, now: float) -> None:
+        child = self._children[index]
+        child.stop()
+        port = self._ports[child.name]
+        self._children[index] = self._start_child(child.name, child.arguments, child.log, port, child.variables)
+        restart.is_started, restart.deadline = True, now + self._options.ready_s
+
+    def _look_at(self, index: int, restart: _Restart, now: float) -> None:
+        """Whether a child that was started again can serve, or has to be tried once more."""
+        child = self._children[index]
+        if now < restart.deadline and not child.has_spoken():
+            return
+        try:
+            self._await(child, now)
+        except ConfigurationError as error:
+            delay_s = min(max(FIRST_DELAY_S, 2 * restart.delay_s), MAX_DELAY_S)
+            console.say(f"{error}; trying it again in {delay_s:g} s")
+            self._restarts[index] = _Restart(now + delay_s, delay_s)
+        else:
+            del self._restarts[index]
 
     @property
     def names(self) -> str:

@@ -19,6 +19,7 @@ from kvferry.cli import console, environment
 from kvferry.cli.engine_choice import OTHER_ENGINES
 from kvferry.cli.models import MADE_HERE, TINY, resolve
 from kvferry.cli.options import option_of
+from kvferry.cli.signals import end_as_ctrl_c
 from kvferry.cli.up.command import UpOptions
 from kvferry.cli.up.engine_report import read, report_between, why_chosen
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
@@ -60,12 +61,7 @@ SALTS = ("kvferry-together", "kvferry-alone")
 
 def up(options: UpOptions) -> int:
     """Run it; returns the exit code: 0 when the answers are equal. Raises ConfigurationError, RequestError."""
-    # A shell without job control has its background jobs ignore SIGINT: whoever ends the script means this, too.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    # It comes when the terminal is closed, and nohup has it ignored.
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    end_as_ctrl_c()
     path, name = resolve(options.model)
     logs = _log_folder(options.log_dir)
     useful = options.log_dir
