@@ -40,6 +40,34 @@ def test_the_answer_on_a_cluster_is_proved(fleet_on_ray: FleetOnRay):
     assert "kvferry" not in serve.status().applications
 
 
+def test_nothing_is_left_of_one_fleet_that_the_next_would_run_into(fleet_on_ray: FleetOnRay):
+    """Neither names a port: each takes one that is free."""
+    from ray import serve
+
+    serve.shutdown()
+    more = ("--once", "The ferry", "--max-tokens", "2", "--model", fleet_on_ray.model, "--resources", "CPU=0.5")
+    for _ in range(2):
+        done = up(fleet_on_ray.cluster.address, fleet_on_ray.token, *more)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_serve_of_somebody_elses_is_asked_for_before_anything_starts_and_stays(fleet_on_ray: FleetOnRay):
+    from ray import serve
+
+    serve.shutdown()
+    serve.start(http_options={"host": "127.0.0.1", "port": 8765})
+    more = ("--model", fleet_on_ray.model, "--resources", "CPU=0.5")
+    try:
+        done = up(fleet_on_ray.cluster.address, fleet_on_ray.token, "--once", "The ferry", *more)
+        assert done.returncode == 2, done.stderr
+        assert "Ray Serve runs already, and does not listen here" in done.stderr
+        done = up(fleet_on_ray.cluster.address, fleet_on_ray.token, "--once", "The ferry", "--port", "8765", *more)
+        assert done.returncode == 0, done.stderr
+        assert serve.status().proxies
+    finally:
+        serve.shutdown()
+
+
 def test_a_signal_removes_the_fleet(fleet_on_ray: FleetOnRay):
     from ray import serve
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -197,6 +201,36 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_has_started(module, tmp_pa
     (found,) = run(module("hangs", body, limit_s=8.0))
     assert (found.result, found.words) == (Result.FAILED, "it has not ended within 8 s: does the device hang?")
     assert_gone(int(child.read_text()))
+
+
+RUN_HANGING = """
+from kvferry.cli.qualify.checks import Check
+from kvferry.cli.qualify.run import outcomes
+from kvferry.cli.signals import end_as_ctrl_c
+end_as_ctrl_c()
+list(outcomes([Check("hangs", "hangs", 600.0)], "cpu", print, lambda outcome: outcome))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left_of_a_check_whose_command_is_ended(module, tmp_path, number):
+    """Closing a terminal does so, a time limit of a pipeline, and whoever is out of memory."""
+    child = tmp_path / "child"
+    os.mkfifo(child)
+    module(
+        "hangs",
+        "import os, pathlib, subprocess, time\n"
+        "def run(kind):\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        f"    pathlib.Path({str(child)!r}).write_text(f'{{os.getpid()}} {{child.pid}}')\n"
+        "    time.sleep(600)",
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN_HANGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        pids = [int(word) for word in child.read_text().split()]
+        process.send_signal(number)
+    assert_gone(*pids)
 
 
 def test_what_the_ten_minutes_cut_off_has_not_failed(module):

@@ -13,6 +13,8 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
 
 from kvferry.cli import console, environment
 from kvferry.cli.options import HERE
@@ -35,7 +37,7 @@ class RayFleet:
 
     def __init__(self, settings: RaySettings, port: int, ready_s: float) -> None:
         self._settings, self._port, self._ready_s = settings, port, ready_s
-        self._is_deployed = False
+        self._is_deployed = self._has_started_serve = False
         self.model = self.url = ""
         self.prefill_urls: tuple[str, ...] = ()
         self.decode_urls: tuple[str, ...] = ()
@@ -44,8 +46,14 @@ class RayFleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_deployed:
-            serve.delete(NAME)
+        try:
+            if self._is_deployed:
+                serve.delete(NAME)
+            # Its port may be one that nobody else would look for; what others have put there meanwhile stays.
+            if self._has_started_serve and not serve.status().applications:
+                serve.shutdown()
+        except (RayError, RayServeException) as error:
+            console.say(f"the Ray cluster does not say whether the fleet has ended: {error}")
         ray.shutdown()
 
     @property
@@ -63,9 +71,13 @@ class RayFleet:
             hint = f"remove it: serve shutdown; or in Python: serve.delete({NAME!r})"
             found = status.applications[NAME].status.value
             raise ConfigurationError(f"the application {NAME} is on this cluster already", found=found, hint=hint)
-        if not status.proxies:
+        if status.proxies:
+            self._port = self._port or HTTPOptions().port
+            _check_serve(self._port)
+        else:
             with listening.listen(HERE, self._port) as free:
                 self._port = free.getsockname()[1]
+            self._has_started_serve = True
             serve.start(http_options={"host": HERE, "port": self._port})
         self._is_deployed = True
         target = serve.RunTarget(target=application, name=NAME, route_prefix="/")
@@ -73,11 +85,12 @@ class RayFleet:
         self._await(time.monotonic() + self._ready_s)
 
     def restart_exited(self) -> None:
-        """Nothing: Ray starts again what has died."""
+        """Ray starts again what has died. Raises ConfigurationError when nobody does any more."""
+        _state()
 
     def _await(self, deadline: float) -> None:
         """Returns when all are ready. Raises ConfigurationError when one has failed, or does not come in time."""
-        while (state := serve.status().applications[NAME]).status != "RUNNING":
+        while (state := _state()).status != "RUNNING":
             if state.status in FAILED or time.monotonic() > deadline:
                 raise _failed(state)
             time.sleep(POLL_S)
@@ -90,6 +103,27 @@ class RayFleet:
         self.url, self.model = url, _ready(url, Side.DECODE)[0]["models"][0]
         self.prefill_urls, self.decode_urls = (tuple(one["url"] for one in _ready(url, side)) for side in Side)
         console.say(f"the router is ready at {url}; engines: {', '.join((*self.prefill_urls, *self.decode_urls))}")
+
+
+def _state() -> Any:
+    """What Serve says of the fleet. Raises ConfigurationError when there is none any more."""
+    try:
+        found = serve.status().applications.get(NAME)
+    except (RayError, RayServeException) as error:
+        raise ConfigurationError("the Ray cluster does not answer any more", found=str(error)) from error
+    if found is None:
+        raise ConfigurationError(f"somebody has removed the application {NAME} from this cluster")
+    return found
+
+
+def _check_serve(port: int) -> None:
+    """Raises ConfigurationError where Serve, which runs on this cluster, does not listen."""
+    try:
+        socket.create_connection((HERE, port), ANSWER_S).close()
+    except OSError as error:
+        found = f"{HERE}:{port}: {os_error_text(error)}"
+        hint = "name its port: --port; or end it: serve shutdown"
+        raise ConfigurationError("Ray Serve runs already, and does not listen here", found=found, hint=hint) from error
 
 
 def _connect(address: str) -> None:
