@@ -102,3 +102,11 @@ def test_draft_layers_live_with_the_last_layer():
     assert names == ["draft.layers.0.latent", "draft.layers.0.indexer.k", "draft.layers.0.indexer.scale"]
     assert entry.num_active_parameters == own.num_active_parameters
     assert "has no draft layers" in catalog.read("qwen3-8b", Options("auto", draft_layers=True)).notes[0]
+
+
+def test_a_quantized_checkpoint_may_have_a_quantized_cache():
+    """Its config, which we do not have, says so. What is shipped is that of the model as it was trained."""
+    for name, is_noted in (("nvidia/DeepSeek-V3.1-NVFP4", True), ("qwen3-32b-fp8", True), ("Qwen/Qwen3-32B", False)):
+        notes = catalog.read(name, AUTO).notes
+        assert any("quantized cache" in note for note in notes) is is_noted
+    assert not any("quantized" in note for note in catalog.read("qwen3-32b-fp8", Options("fp8", False)).notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -18,6 +19,8 @@ from kvferry.errors import ConfigurationError
 from kvferry.system import os_error_text
 
 _MAX_FILE_BYTES = 4 * 2**20
+QUANTISED: Final = ("-fp4", "-nvfp4", "-fp8")
+"""How names on the Hub end whose checkpoints are quantized."""
 
 _FILES = resources.files("kvferry.catalog")
 
@@ -78,7 +81,12 @@ def _content_of(path: Path, source: str) -> tuple[Path, bytes]:
 
 def _of_shipped(source: str, name: str, options: Options) -> Entry:
     file = next(file for file in _shipped() if file.name == f"{name}.json")
-    return of_config(_decoded(source, file.read_bytes()), source, options)
+    entry = of_config(_decoded(source, file.read_bytes()), source, options)
+    # The shipped config is that of the model as it was trained.
+    if options.cache_dtype == "auto" and source.lower().endswith(QUANTISED):
+        note = "quantized checkpoints may have scales for a quantized cache: pass its dtype if the engine uses them"
+        return replace(entry, notes=(*entry.notes, note))
+    return entry
 
 
 def _shipped() -> list[Traversable]:
