@@ -34,7 +34,7 @@ Address = Annotated[str, Meta(max_length=64)]
 # Numbers only: looking up a name that a client has chosen would let it ask any name server and wait for the answer.
 MAX_RANKS = 64
 MAX_ROOM = (1 << 63) - 1
-"""Rooms are SGLang's `bootstrap_room`."""
+"""Rooms are SGLang's `bootstrap_room`; 0 means there that none is known yet."""
 
 
 class Reach(StrEnum):
@@ -80,7 +80,7 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class _InRoom(msgspec.Struct, frozen=True):
-    room: Annotated[int, Meta(ge=0, le=MAX_ROOM)]
+    room: Annotated[int, Meta(ge=1, le=MAX_ROOM)]
 
 
 class _RoomParams(msgspec.Struct, frozen=True):
@@ -115,7 +115,7 @@ def room_of(params: Mapping[str, object]) -> int | None:
     try:
         return msgspec.convert(params.get("kvferry"), _InRoom).room
     except msgspec.ValidationError as error:
-        expected = f"an integer from 0 to {MAX_ROOM}"
+        expected = f"an integer from 1 to {MAX_ROOM}"
         what = "kvferry.room in kv_transfer_params is invalid"
         raise RequestError(what, found=str(error), expected=expected) from error
 

@@ -198,7 +198,9 @@ USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens
 ROLE = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
 CHAT = b'data: {"choices": [{"delta": {"content": "b"}}]}\r\n\r\n'
 SILENT = b'data: {"choices": [{"text": ""}]}\n\ndata: {"choices": [{"delta": {"content": ""}}], "error": null}\n\n'
+# As vLLM and SGLang write them.
 LAST = b'data: {"choices": [{"delta": {}, "finish_reason": "length"}]}\n\n'
+LAST += b'data: {"choices": [{"delta": {"reasoning_content": null}, "finish_reason": "length"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 

@@ -31,7 +31,11 @@ class ScriptedChild:
     def die(self, why=""):
         self.running, self.said = False, why
 
-    def stop(self):
+    def terminate(self):
+        """It hangs."""
+
+    def stop(self, within_s=None):
+        assert within_s == 0.0
         self.running = False
 
 

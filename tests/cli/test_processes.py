@@ -12,9 +12,12 @@ from kvferry.errors import ConfigurationError
 @pytest.mark.parametrize("others", ["", "ValueError: no memory\n"])
 def test_a_childs_own_error_is_told_and_where_others_have_said_more(tmp_path, others):
     log = tmp_path / "p0.log"
-    log.write_text(others)
+    # Of an earlier start.
+    log.write_text("error: no device\n")
     child = Child("p0", ("serve", "--transport", "pigeon"), log)
     try:
+        assert child.has_spoken(60.0)
+        log.write_text("error: no device\n" + others + log.read_text().partition("\n")[2])
         with pytest.raises(ConfigurationError, match="p0: unknown transport") as raised:
             child.wait_until_ready(time.monotonic() + 60.0)
     finally:

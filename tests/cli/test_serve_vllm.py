@@ -268,6 +268,7 @@ def test_vllm_does_not_outlive_a_process_that_is_killed(start, tmp_path):
     ("given", "expected"),
     [
         ("--port=8301", "kvferry's own --port"),
+        ("--hos=0.0.0.0", "kvferry's own --host"),
         ("--kv_transfer_config={}", "start vllm serve yourself"),
         ("--kv-transfer-config.kv_connector=NixlConnector", "start vllm serve yourself"),
         ("--ssl-certfile", "a proxy that ends TLS"),

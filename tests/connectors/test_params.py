@@ -82,14 +82,14 @@ def test_a_room_is_known_by_where_its_engine_listens_until_that_is_found():
 
 
 def test_a_room_may_be_at_an_ipv6_address_of_another_host():
-    remote = from_params(room_params(0, "fd00::5", 8998), Reach.ANY_HOST)
+    remote = from_params(room_params(1, "fd00::5", 8998), Reach.ANY_HOST)
     assert remote.addresses == ("tcp://[fd00::5]:8998",)
 
 
 @pytest.mark.parametrize(
     "hostile",
     [
-        room_params(-1, "127.0.0.1", 8998),
+        room_params(0, "127.0.0.1", 8998),
         room_params(1 << 63, "127.0.0.1", 8998),
         room_params(5, "10.0.0.5", 8998),
         room_params(5, "localhost", 8998),
@@ -107,7 +107,7 @@ def test_a_room_that_nobody_can_be_asked_for_is_malformed(hostile):
 
 
 @pytest.mark.parametrize(
-    ("ours", "room"), [({"room": 0}, 0), ({"room": ROOM}, ROOM), ({}, None), (None, None), (5, None)]
+    ("ours", "room"), [({"room": 1}, 1), ({"room": ROOM}, ROOM), ({}, None), (None, None), (5, None)]
 )
 def test_a_prefill_says_its_room(ours, room):
     assert room_of({"do_remote_decode": True, "kvferry": ours}) == room

@@ -89,6 +89,9 @@ def test_only_so_many_names_are_looked_up_at_a_time(engines, asked, slow_names, 
     monkeypatch.setattr(module, "MAX_NAMES", 2)
     waiting = [engines.find(f"prefill-{number}:8998") for number in (0, 1)]
     assert engines.find("prefill-2:8998").error.reason == Reason.UNREACHABLE
+    # An address is no name.
+    engines.find(PLACE)
+    assert asked.get(timeout=DEADLINE_S) == ADDRESS
     assert [lookup.error for lookup in (*waiting, engines.find("prefill-1:8998", 5))] == [None] * 3
 
 

@@ -121,6 +121,20 @@ async def test_parameters_that_make_no_sense_free_the_blocks():
         assert await target.freed() == "q1"
 
 
+async def test_what_the_agent_refuses_to_begin_frees_the_blocks(monkeypatch):
+    """Whatever a peer has made of it."""
+    async with two_sides() as (source, target):
+        params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
+
+        def refuse(wanted):
+            raise RequestError("no", found="such a place")
+
+        monkeypatch.setattr(target.transfer.agent, "fetch", refuse)
+        with pytest.raises(TransferError, match="this cache cannot be asked for; found: no; found: such a place"):
+            await target.transfer.fetch("q1", params, ((0,),), prompt(3))
+        assert await target.freed() == "q1"
+
+
 async def offered(source):
     return await source.transfer.offer("r1", ((1, 3),), prompt(7))
 

@@ -50,6 +50,20 @@ STRANGE = (
 )
 
 
+@pytest.mark.parametrize("may_leave_host", [True, False])
+def test_without_a_token_nobody_is_sent_on_to_another_host(may_leave_host):
+    """Where nobody proves who it is, an answer may come from anybody of this host."""
+    ours = TargetIdentity(US, "0.1.0", TARGET_LAYOUTS, may_leave_host=may_leave_host)
+    elsewhere = ("tcp://[::1]:9", "tcp://192.0.2.1:9")
+    answered = Located if may_leave_host else LocateFailed
+    _, told = play(
+        TargetSession(ours, TIMING),
+        [(0.0, REQUEST, [ASK]), (0.1, answer(welcome(2, elsewhere)), [Disconnect(NOBODY), answered])],
+    )
+    if not may_leave_host:
+        assert (told.error.reason, told.error.found) == (m.Reason.MALFORMED, elsewhere[1])
+
+
 def welcome(num_ranks, addresses):
     return m.Welcome(m.WIRE_VERSION, "0.1.0", THEM, num_ranks, fingerprint(SOURCE_LAYOUT), addresses)
 

@@ -25,7 +25,7 @@ from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, at_once
 from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
 from kvferry.connectors.vllm.worker.worker import Worker, _Started
-from kvferry.errors import TransferError
+from kvferry.errors import RequestError, TransferError
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.prompt import Prompt, PromptInput
 from kvferry.plan.description.tokens import TokenRange
@@ -145,6 +145,18 @@ def test_an_order_that_cannot_begin_fails_at_once_and_once(rank, caplog):
     assert rank.told() == NOTHING
     assert rank.agent.wanted == []
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_what_the_agent_refuses_to_begin_ends_its_request_and_not_the_engine(rank, monkeypatch):
+    """What a peer has said of itself may be anything."""
+
+    def refuse(wanted):
+        raise RequestError("no such place")
+
+    monkeypatch.setattr(rank.agent, "fetch", refuse)
+    rank.worker.obey(Orders(fetches=[fetch()]))
+    assert rank.told() == (set(), {"a"}, {"a"})
+    assert rank.told() == NOTHING
 
 
 def test_only_what_is_still_being_fetched_is_aborted(rank):

@@ -60,4 +60,4 @@ def target_identity(identity: SourceIdentity, config: AgentConfig, staging_descr
     # A source cannot write into blocks that are reached through staging memory only, or whose layouts it cannot be
     # sent.
     may_switch_direction = config.may_switch_direction and not identity.is_staged and num_bytes <= MAX_REQUEST_BYTES
-    return replace(found, may_switch_direction=may_switch_direction)
+    return replace(found, may_switch_direction=may_switch_direction, may_leave_host=bool(config.token))

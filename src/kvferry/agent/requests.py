@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvferry.agent.config import Notice
-from kvferry.agent.control.addresses import SAME_TOKEN, is_connectable
+from kvferry.agent.control.addresses import SAME_TOKEN
 from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import RequestError
 from kvferry.plan.programs.request import check_ranges
@@ -48,11 +48,11 @@ def check_address(address: str, token: SharedToken) -> None:
     _check_names(address)
     if not is_address(address):
         raise RequestError("an address cannot be used", found=address, expected="tcp://IP:port")
-    if not is_connectable(address, token):
+    if not is_address(address, on_this_host=not token):
         raise RequestError(
             "without a shared token an engine connects to its own host only",
             found=address,
-            expected="an address of this host, or a token",
+            expected="127.0.0.1 or ::1, or a token",
             hint=SAME_TOKEN,
         )
 

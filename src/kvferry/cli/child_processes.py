@@ -39,6 +39,8 @@ class Child:
         # Ours come first: what follows `--` belongs to the engine.
         ours = ("--json", "--as-child", *(("--port", str(port)) if port is not None else ()))
         with log.open("ab") as stderr:
+            # What others have said there before is not its own.
+            self._began_at = stderr.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvferry", subcommand, *ours, *others],
                 stdin=subprocess.PIPE,
@@ -104,11 +106,11 @@ class Child:
             self._process.wait(within_s)
         self.stop()
 
-    def stop(self) -> None:
-        """Make sure that the child ends. Safe to call twice."""
+    def stop(self, within_s: float = STOP_S) -> None:
+        """Make sure that the child ends, by force when that takes longer. Safe to call twice."""
         self.terminate()
         try:
-            self._process.wait(STOP_S)
+            self._process.wait(within_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(STOP_S)
@@ -117,7 +119,7 @@ class Child:
 
     def _failed(self, what: str) -> ConfigurationError:
         """The child's own error, if it has told one; else the end of its output."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = self.log.read_bytes()[self._began_at :].decode(errors="replace").strip().splitlines()
         told = [index for index, line in enumerate(lines) if line.startswith("error: ")]
         if not told:
             telling = [line.strip() for line in lines if line.strip(" ^~")]

@@ -14,6 +14,7 @@ from kvferry.cli.options import is_given, option_of, passed_options
 from kvferry.errors import ConfigurationError
 from kvferry.extras import how_to_install
 
+SHORTEST: Final = len("--")
 SERVER_EXTRAS: Final = "agent,router,nixl"
 """What kvferry needs in the environment of another engine. Not `engine`: that pins a version of transformers."""
 
@@ -86,9 +87,10 @@ def check_passed(arguments: Sequence[str], taken: Mapping[str, str]) -> None:
     """Raises ConfigurationError for an option behind `--` that kvferry gives the engine itself: it would count instead
     of ours. `taken` says what to use in its place."""
     for name in passed_options(arguments):
-        # vLLM takes `--option.key` for one key of an option that is JSON.
-        if instead := taken.get(name.partition(".")[0]):
-            raise ConfigurationError("kvferry does not pass this option on", found=name, expected=instead)
+        # Both take the beginning of an option for it; vLLM takes `--option.key` for one key of an option that is JSON.
+        given = name.partition(".")[0]
+        if instead := [taken[option] for option in taken if len(given) > SHORTEST and option.startswith(given)]:
+            raise ConfigurationError("kvferry does not pass this option on", found=name, expected=instead[0])
 
 
 def left_to_engine(context: typer.Context, *names: str) -> dict[str, Any]:

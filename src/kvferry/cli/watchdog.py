@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Nothing is written to its input, which ends with the process that holds the other end.
-PROGRAM = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
+PROGRAM = """
+import contextlib, os, signal, sys
+sys.stdin.read()
+with contextlib.suppress(ProcessLookupError):
+    os.killpg(int(sys.argv[1]), signal.SIGKILL)
+"""
 
 
 @contextmanager

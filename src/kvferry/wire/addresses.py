@@ -20,10 +20,10 @@ def place_of(address: str) -> tuple[IPv4Address | IPv6Address, int]:
     return host, port
 
 
-def is_address(address: str) -> bool:
-    """Whether a peer may be there."""
+def is_address(address: str, on_this_host: bool = False) -> bool:
+    """Whether a peer may be there; `on_this_host`, and nowhere else."""
     try:
-        place_of(address)
+        host, _ = place_of(address)
     except ValueError:
         return False
-    return True
+    return host.is_loopback or not on_this_host

@@ -97,4 +97,4 @@ def _has_token(choice: object) -> bool:
     if not isinstance(delta, dict):
         return "text" in choice
     has_text = any(delta.get(name) for name in CONTENTS)
-    return has_text or ("role" not in delta and any(name in delta for name in CONTENTS))
+    return has_text or (not delta.get("role") and any(delta.get(name) is not None for name in CONTENTS))

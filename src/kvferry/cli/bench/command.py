@@ -174,7 +174,7 @@ def _check(context: typer.Context) -> None:
     modes = [f"--{name}" for name in ("rate", "concurrency", "trace", "sweep") if is_given(context, name)]
     if len(modes) > 1:
         raise ConfigurationError("these options exclude each other", found=" and ".join(modes), expected="one of them")
-    if is_given(context, "trace"):
+    if context.params["trace"]:
         check_unused(context, NOT_BESIDE_TRACE, "beside --trace")
     for name, needed in NEEDS:
         if is_given(context, name) and not context.params[needed]:

@@ -19,6 +19,7 @@ NUMBERS = {
     "block": "block_tokens",
     "kernel": "kernel_blocks",
 }
+CONTEXT_PARALLEL = ("context_parallel", "decode_context_parallel")
 WORDS = {"format": "format", "outer": "outer_axis"}
 EXPECTED = (
     "tp=N, pp=N, dp=N, cp=N or dcp=N (context parallelism) with run=N, block=N, kernel=N, format=NAME, outer=AXIS and "
@@ -45,7 +46,7 @@ def shape_of(words: str, layout: str, block_tokens: int = BLOCK_TOKENS) -> tuple
         if not name or name in changes:
             raise ConfigurationError("invalid shape of an engine", found=repr(word), expected=EXPECTED)
         changes[name] = found
-    if "run_tokens" in changes and not changes.keys() & {"context_parallel", "decode_context_parallel"}:
+    if "run_tokens" in changes and max(changes.get(name, 1) for name in CONTEXT_PARALLEL) == 1:
         what, expected = "run= has no effect without context parallelism", "cp=N or dcp=N beside it"
         raise ConfigurationError(what, found=repr(words), expected=expected)
     replicas = changes.pop("replicas", 1)

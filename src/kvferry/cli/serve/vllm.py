@@ -33,6 +33,7 @@ TAKEN: Final = {
     "--uds": "kvferry's own --host and --port",
     "--ssl-keyfile": NO_TLS,
     "--ssl-certfile": NO_TLS,
+    "--grpc": "none: the router and kvferry speak HTTP with an engine",
     "--headless": BY_HAND,
     "--kv-transfer-config": BY_HAND,
     "--worker-extension-cls": BY_HAND,

@@ -144,7 +144,7 @@ class Fleet:
 
     def _start_again(self, index: int, restart: _Restart, now: float) -> None:
         child = self._children[index]
-        child.stop()
+        child.stop(within_s=0.0)
         port = self._ports[child.name]
         self._children[index] = self._start_child(child.name, child.arguments, child.log, port, child.variables)
         restart.is_started, restart.deadline = True, now + self._options.ready_s
@@ -157,6 +157,8 @@ class Fleet:
         try:
             self._await(child, now)
         except ConfigurationError as error:
+            # It may hang: by the next try it has had its time.
+            child.terminate()
             delay_s = min(max(FIRST_DELAY_S, 2 * restart.delay_s), MAX_DELAY_S)
             console.say(f"{error}; trying it again in {delay_s:g} s")
             self._restarts[index] = _Restart(now + delay_s, delay_s)

@@ -60,16 +60,17 @@ class PrefillEngines:
             known = self._remember(key, Lookup(error=self._stopped))
             if known.error is not None:
                 return known
-            is_first = place not in self._resolving
-            if is_first and len(self._resolving) >= MAX_NAMES:
+            is_first, is_name = place not in self._resolving, not _is_numeric(place)
+            if is_first and is_name and len(self._resolving) >= MAX_NAMES:
                 what = "too many names of prefill engines are being looked up at the moment"
                 known.error = TransferError(Reason.UNREACHABLE, what, found=place, hint="does the name server answer?")
                 return known
             self._resolving.setdefault(place, []).append((key[1], known))
-        if is_first and _is_numeric(place):
+            if is_first and is_name:
+                # Before `stop` shuts it down.
+                self._resolver.submit(self._resolve, place)
+        if is_first and not is_name:
             self._resolve(place)
-        elif is_first:
-            self._resolver.submit(self._resolve, place)
         return known
 
     def forget(self, place: str) -> None:

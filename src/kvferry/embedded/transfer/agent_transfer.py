@@ -24,12 +24,13 @@ from kvferry import (
     LeaseRequest,
     PeerReport,
     Prompt,
+    Reason,
     TokenRange,
     new_lease_id,
 )
 from kvferry.connectors.jobs import BlockTables
 from kvferry.embedded.engine.records import Grown
-from kvferry.errors import FerryError, TransferError
+from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, number_of, room_names, to_params
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,11 @@ class AgentTransfer:
         except TransferError as error:
             self._log_failure(wanted, error)
             raise
+        except RequestError as error:
+            # Nothing has begun.
+            self._release(request_id)
+            found = _one_line(error)
+            raise TransferError(Reason.MALFORMED, "this cache cannot be asked for", found=found) from error
 
     @property
     def address(self) -> str:
@@ -232,6 +238,6 @@ def _wanted(request_id: str, remote: RemoteCache, block_tables: BlockTables, pro
     return FetchRequest(request_id, remote.reference, remote.addresses, block_tables, ranges, prompt=name)
 
 
-def _one_line(error: TransferError) -> str:
+def _one_line(error: FerryError) -> str:
     """An error on one line. What was found may come from a client, and must not look like a line of kvferry's."""
     return "".join(letter if letter.isprintable() else " " for letter in str(error))

@@ -43,8 +43,9 @@ class Lookups:
         if key not in self._open:
             return
         match message:
-            case Welcome(addresses=addresses) if strange := [one for one in addresses if not is_address(one)]:
-                what, expected = "a source's rank is nowhere", "tcp://IP:port"
+            case Welcome(addresses=addresses) if strange := [one for one in addresses if not self._may_ask(one)]:
+                what, expected = "a source's rank is where nobody may be asked", "tcp://IP:port"
+                expected += "" if self._ours.may_leave_host else " of this host, where there is no shared token"
                 yield from self._fail(key, TransferError(Reason.MALFORMED, what, found=strange[0], expected=expected))
             case Welcome(num_ranks=num_ranks, addresses=addresses):
                 is_named = bool(addresses) and len(addresses) == num_ranks
@@ -55,6 +56,9 @@ class Lookups:
                     yield from self._fail(key, TransferError(Reason.MALFORMED, what, found=found))
             case Refusal(reason, what, found, expected):
                 yield from self._fail(key, TransferError(reason, what, found=found, expected=expected))
+
+    def _may_ask(self, address: str) -> bool:
+        return is_address(address, on_this_host=not self._ours.may_leave_host)
 
     def failed(self, key: PeerKey, error: TransferError, now: float, grace_s: float = 0.0) -> Iterator[Command]:
         """Fail a lookup that nobody can answer, once it is `grace_s` old. An address that nobody asks for is fine."""

@@ -35,7 +35,7 @@ class TargetIdentity:
     `staging` whether they may go through staging memory. `transports`, `probe` and `staging_descriptor` are for sources
     that write; the last is what a process of this host needs to attach this rank's staging memory, empty where none
     can. With `may_switch_direction` a source writes instead where reading from it is far slower, and one that can write
-    while this rank reads writes a share.
+    while this rank reads writes a share. Without `may_leave_host` nobody on another host is asked.
     """
 
     party: m.Party
@@ -48,6 +48,7 @@ class TargetIdentity:
     staging_descriptor: bytes = b""
     staging: StagingPolicy = NO_STAGING
     may_switch_direction: bool = False
+    may_leave_host: bool = True
 
 
 @dataclass(frozen=True, slots=True)
