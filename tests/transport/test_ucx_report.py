@@ -39,10 +39,40 @@ transport = NixlTransport()
 with PeerProcess("nixl", 1 << 20, 3) as peer:
     transport.connect("peer", peer.descriptor)
     found = measure(transport, "peer", peer.probe)
-    carriers, report = transport.carriers("peer"), UcxIntrospection()
+    carriers, report = transport.carriers("peer"), UcxIntrospection(transport._name)
     num_endpoints = len(report.endpoints())
     transport.disconnect("peer")
     print(json.dumps([found.error, carriers, report.version, report.carriers(1 << 20), num_endpoints]))
+transport.close()
+"""
+
+# As a process does in which several ranks have an agent each.
+BESIDE = """
+import sys, threading
+from kvferry.transport.nixl.transport import NixlTransport
+transport, has_ended = NixlTransport(), threading.Event()
+def make_and_close():
+    for _ in range(150):
+        NixlTransport().close()
+    has_ended.set()
+threading.Thread(target=make_and_close, daemon=True).start()
+while not has_ended.is_set():
+    transport._report.endpoints()
+print("ended")
+"""
+MEETINGS = """
+import json, os
+from kvferry.testing.transports.peer import PeerProcess
+from kvferry.transport.nixl.transport import NixlTransport
+from kvferry.transport.selection.self_test import measure
+transport, found = NixlTransport(), []
+with PeerProcess("nixl", 1 << 20, 3) as peer:
+    for _ in range(12):
+        transport.connect("peer", peer.descriptor)
+        assert measure(transport, "peer", peer.probe).error == ""
+        transport.disconnect("peer")
+        found.append([len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{peer.pid}/fd"))])
+print(json.dumps(found))
 transport.close()
 """
 
@@ -55,7 +85,7 @@ def test_lanes_for_remote_memory_carry_the_bytes_and_else_those_for_messages() -
 
 
 def test_a_process_without_ucx_has_nothing_to_report(tmp_path: Path) -> None:
-    report = UcxIntrospection(tmp_path / "maps")
+    report = UcxIntrospection("an agent", tmp_path / "maps")
     assert (report.version, report.endpoints(), report.carriers(4096)) == ("", frozenset(), ())
 
 
@@ -73,3 +103,19 @@ def test_the_loaded_ucx_says_what_carries_the_bytes(settings: dict[str, str], fa
     assert version.split(".")[0].isdecimal()
     assert unknown == []
     assert num_endpoints >= 1
+
+
+def test_nothing_waits_for_the_interpreter_while_ucx_lists() -> None:
+    """UCX holds a lock then for which others wait who hold that of Python. The whole process would stop."""
+    pytest.importorskip("nixl_cu13")
+    done = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, b"ended\n"), done.stderr.decode()
+
+
+def test_meeting_a_peer_again_opens_nothing_more() -> None:
+    """UCX ends a process that has no file descriptor left."""
+    pytest.importorskip("nixl_cu13")
+    done = subprocess.run([sys.executable, "-c", MEETINGS], capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    first, *_, last = json.loads(done.stdout.splitlines()[-1])
+    assert last == first

@@ -14,6 +14,8 @@ What had to be learned about NIXL 1.5 and is relied on here:
 * An agent is not thread-safe: it belongs to the thread that polls. The progress thread would busy-poll a core, so
   progress is made in `poll`, for peers that read from us too; hence `progress_interval_s`.
 * Over cross-memory attach, posting *is* copying (one system call per descriptor), so long posts go in parts.
+* Removing a remote agent leaves UCX's connection to it open, on both sides, until one of the two processes ends;
+  loading it again opens another. UCX ends a process that has no file descriptor left. So idle agents stay loaded.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ from kvferry.transport.nixl.metadata import DECODER, NixlDescriptor, digest_of, 
 from kvferry.transport.posting import Posting, connected
 from kvferry.transport.registered_memory import Regions, Registry
 from kvferry.transport.ucx.introspection import UcxIntrospection
+
+# A peer that is gone takes a little memory, one that lives also the connection that it would need again.
+MAX_IDLE_AGENTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ class NixlTransport:
         self._registered: dict[Memory, Any] = {}
         self._peers: dict[str, Peer] = {}
         self._loaded: dict[str, bytes] = {}
-        self._report = UcxIntrospection()
+        self._report = UcxIntrospection(self._name)
         self._endpoints: dict[str, frozenset[int]] = {}
         self._jobs: list[Job] = []
         # Parts that have moved, by peer.
@@ -133,15 +138,19 @@ class NixlTransport:
     def unregister(self, memory: Memory) -> None:
         """Raises TransportError when it is not registered. Without RDMA hardware peers can still reach it."""
         self._registry.remove(memory)
+        self._devices = self._own_devices()
         try:
             self._agent.deregister_memory(self._registered.pop(memory))
         except self._errors as error:
             raise TransportError("NIXL cannot deregister memory", found=repr(error)) from error
-        self._devices = self._own_devices()
 
     def descriptor(self) -> bytes:
-        """Raises TransportError when there are so many regions that it would be longer than a peer accepts."""
-        metadata = bytes(self._agent.get_agent_metadata())
+        """Raises TransportError when there are so many regions that it would be longer than a peer accepts, or NIXL
+        does not describe itself."""
+        try:
+            metadata = bytes(self._agent.get_agent_metadata())
+        except self._errors as error:
+            raise TransportError("NIXL cannot describe its memory", found=repr(error)) from error
         body = msgspec.msgpack.encode(
             NixlDescriptor(self._name, self._registry.extents, metadata, self._device_of_each())
         )
@@ -281,7 +290,9 @@ class NixlTransport:
 
     def _load_agent(self, known: NixlDescriptor, digest: bytes) -> None:
         if self._loaded.get(known.agent) == digest:
-            return  # The peer was disconnected while transfers were in progress, and is back unchanged.
+            # The peer is back unchanged: now it is the one that was needed last.
+            self._loaded[known.agent] = self._loaded.pop(known.agent)
+            return
         if known.agent in self._loaded:
             self._unload(known.agent)
         before = self._report.endpoints()
@@ -306,9 +317,11 @@ class NixlTransport:
         self._quietly(self._agent.remove_remote_agent, agent)
 
     def _unload_idle_agents(self) -> None:
-        """Remove the agents of disconnected peers that have no transfer in progress."""
+        """Remove agents of disconnected peers that have no transfer in progress, those first that were not needed for
+        longest. The latest stay, for their peers may come back."""
         needed = {peer.agent for peer in self._peers.values()} | {job.agent for job in self._jobs}
-        for agent in set(self._loaded) - needed:
+        idle = [agent for agent in self._loaded if agent not in needed]
+        for agent in idle[: max(0, len(idle) - MAX_IDLE_AGENTS)]:
             self._unload(agent)
 
     def _quietly(self, call: Any, *arguments: Any) -> None:

@@ -1,18 +1,21 @@
-"""UCX's own information about the endpoints of this process: which transports carry the bytes of each.
+"""UCX's own information about the endpoints of one NIXL agent: which transports carry the bytes of each.
 
 The UCX library that NIXL has loaded has a virtual file system of its objects, with an entry per endpoint, and can
 describe an endpoint in text. Both are functions of its public API, called in this process: no setting, log file or
 other program is needed. Nothing is reported by a UCX that lacks them.
 
-Only the thread that drives NIXL may use this: endpoints come and go in its calls.
+Only the thread that drives the agent may use this: its endpoints come and go in its calls. Other agents of the process
+have threads of their own, so nothing of them may be listed. And UCX holds a lock of the whole process while it lists:
+what it calls then must not wait for Python's, whose owner may be waiting for UCX's.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,9 +25,9 @@ from kvferry.transport.ucx.builds import loaded_files
 LANE: Final = re.compile(r"lane\[\d+\]:\s+\d+:([\w-]+/[\w.:-]+?)\.\d+\s.*?->\s*\S+(?:\s+seg\s+\d+)?(.*)$")
 """Such as `lane[1]:  5:cma/memory.0 md[4] -> md[4]/cma/sysdev[255] seg 42 rma_bw#0`: transport, device, uses."""
 OK: Final = 0
-CONTEXTS: Final = "/ucp/context"
-
-_EachName = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
+MAX_NAME: Final = 31
+"""NIXL calls the context and the worker of an agent like the agent; UCX keeps so many characters."""
+BEFORE_ADDRESS: Final = "0x"
 
 
 def carriers_in(text: str) -> tuple[str, ...]:
@@ -47,11 +50,24 @@ class _Libraries:
     protocols: Any
     system: Any
 
+    def text_of(self, write: Callable[[int], int | None]) -> str:
+        """What a function writes into a stream of the C library; empty where it fails."""
+        text, size = ctypes.c_void_p(), ctypes.c_size_t()
+        stream = self.system.open_memstream(ctypes.byref(text), ctypes.byref(size))
+        if not stream:
+            return ""
+        is_written = write(stream) in (None, OK)
+        self.system.fclose(stream)
+        found = ctypes.string_at(text, size.value).decode(errors="replace") if is_written else ""
+        self.system.free(text)
+        return found
+
 
 class UcxIntrospection:
-    """Queries the loaded UCX. Every answer is empty where it cannot be queried."""
+    """Queries the loaded UCX about the NIXL agent of this name. Every answer is empty where it cannot be queried."""
 
-    def __init__(self, maps: Path = ROOT / "proc/self/maps") -> None:
+    def __init__(self, agent: str = "", maps: Path = ROOT / "proc/self/maps") -> None:
+        self._name = agent[:MAX_NAME]
         self._libraries = tuple(_libraries(maps))
 
     @property
@@ -63,41 +79,34 @@ class UcxIntrospection:
         return ""
 
     def endpoints(self) -> frozenset[int]:
-        """The addresses of all endpoints that exist now."""
-        workers = (worker for context in self._folders(CONTEXTS) for worker in self._folders(f"{context}/worker"))
-        return frozenset(int(name, 16) for worker in workers for name in self._names(f"{worker}/ep"))
+        """The addresses of the agent's endpoints that exist now."""
+        context = f"/ucp/context/{self._name}"
+        worker = f"{context}/worker/{self._name}"
+        # UCX fills the folder of an object when it is listed.
+        for folder in (context, worker):
+            self._names(folder)
+        return frozenset(int(name, 16) for name in self._names(f"{worker}/ep").split(BEFORE_ADDRESS) if name)
 
     def carriers(self, endpoint: int) -> tuple[str, ...]:
         """What carries the bytes of an endpoint, such as `cma/memory`; empty for one that does not exist any more."""
         if endpoint not in self.endpoints():
             return ()
-        return carriers_in("".join(self._describe(endpoint)))
+        return carriers_in(self._describe(endpoint))
 
-    def _folders(self, folder: str) -> Iterator[str]:
-        for name in self._names(folder):
-            path = f"{folder}/{name}"
-            # UCX fills the folder of an object when it is listed.
-            self._names(path)
-            yield path
-
-    def _names(self, folder: str) -> list[str]:
-        found: list[str] = []
-        each = _EachName(lambda name, _: found.append(name.decode()))
+    def _names(self, folder: str) -> str:
+        """The names in a folder, one behind the other; none where there is no such folder."""
+        found = ""
         for libraries in self._libraries:
-            if libraries.services.ucs_vfs_path_list_dir(folder.encode(), each, None) != OK:
-                return []
+            # The C library itself takes each name: nothing of Python runs while UCX lists.
+            each = ctypes.cast(libraries.system.fputs, ctypes.c_void_p)
+            found = libraries.text_of(partial(libraries.services.ucs_vfs_path_list_dir, folder.encode(), each))
         return found
 
-    def _describe(self, endpoint: int) -> Iterator[str]:
+    def _describe(self, endpoint: int) -> str:
+        found = ""
         for libraries in self._libraries:
-            text, size = ctypes.c_void_p(), ctypes.c_size_t()
-            stream = libraries.system.open_memstream(ctypes.byref(text), ctypes.byref(size))
-            if not stream:
-                return
-            libraries.protocols.ucp_ep_print_info(endpoint, stream)
-            libraries.system.fclose(stream)
-            yield ctypes.string_at(text, size.value).decode(errors="replace")
-            libraries.system.free(text)
+            found = libraries.text_of(partial(libraries.protocols.ucp_ep_print_info, endpoint))
+        return found
 
 
 def _libraries(maps: Path) -> Iterator[_Libraries]:
@@ -107,7 +116,7 @@ def _libraries(maps: Path) -> Iterator[_Libraries]:
         return
     found = _Libraries(ctypes.CDLL(str(services[0])), ctypes.CDLL(str(protocols[0])), ctypes.CDLL(None))
     try:
-        found.services.ucs_vfs_path_list_dir.argtypes = [ctypes.c_char_p, _EachName, ctypes.c_void_p]
+        found.services.ucs_vfs_path_list_dir.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
         found.protocols.ucp_ep_print_info.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         found.protocols.ucp_ep_print_info.restype = None
         found.system.open_memstream.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
