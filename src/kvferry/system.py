@@ -3,6 +3,7 @@ and what a forked child inherits."""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -15,6 +16,8 @@ from weakref import WeakSet
 IDLE_S, INTERVAL_S, NUM_PROBES = 10, 5, 3
 # The same limit for bytes that are not acknowledged.
 USER_TIMEOUT_MS = 1000 * (IDLE_S + INTERVAL_S * NUM_PROBES)
+
+RAISE_LIMIT = "let the process open more files: ulimit -n"
 
 # Enough for an agent with more peers than it accepts, and for a router with as many engines. vLLM takes as many.
 MANY_DESCRIPTORS = 1 << 16
@@ -33,6 +36,11 @@ def os_error_text(error: Exception) -> str:
     # address into the words of others.
     is_plain = (inner.errno or 0) > 0 and not isinstance(inner, ssl.SSLError)
     return os.strerror(inner.errno or 0) if is_plain else inner.strerror or str(inner)
+
+
+def hint_for(error: OSError, otherwise: str) -> str:
+    """What to do about an error: where it is for lack of file descriptors, it says nothing of anybody else."""
+    return RAISE_LIMIT if error.errno in (errno.EMFILE, errno.ENFILE) else otherwise
 
 
 def keep_alive(sock: socket.socket) -> None:

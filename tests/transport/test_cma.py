@@ -63,6 +63,19 @@ def test_who_is_not_there_is_refused(transport):
     expect_refusal(transport, msgspec.structs.replace(known, started=known.started + 1), "replaced by another process")
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.EMFILE, "cannot hold the process.*ulimit -n"), (errno.EPERM, "cannot hold the process.*may forbid")],
+)
+def test_what_this_process_cannot_do_is_not_said_of_its_peer(transport, monkeypatch, number, words):
+    def refuse(pid):
+        raise OSError(number, os.strerror(number))
+
+    known = descriptor_of(memory_of(np.zeros(100, np.uint8)))
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    expect_refusal(transport, known, words)
+
+
 def test_a_process_with_many_open_files_meets_peers(transport):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2048:

@@ -10,7 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
-from kvferry.transport.registered_memory import LocatedRows, Regions
+from kvferry.transport import registered_memory
+from kvferry.transport.base import Memory
+from kvferry.transport.registered_memory import LocatedRows, Regions, Registry
 from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
 from kvferry.transport.rowcopy.with_numpy import BIT_BYTES, LONG_ROW_BYTES, MAX_NUM_LENGTHS
 from kvferry.transport.rowcopy.with_numpy import copy as copy_rows
@@ -149,6 +151,19 @@ def test_the_first_bad_row_is_named() -> None:
 def test_pieces_are_disjoint_and_exist(extents: list[tuple[int, int]]) -> None:
     with pytest.raises(TransportError):
         Regions.of(extents)
+
+
+def test_no_more_pieces_are_registered_than_a_peer_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registered_memory, "MAX_REGIONS", 2)
+    registry, buffer = Registry(), np.zeros(300, np.uint8)
+    first, second, third = (Memory(int(buffer.ctypes.data) + 100 * n, 100, -1) for n in range(3))
+    registry.add(first)
+    registry.add(second)
+    with pytest.raises(TransportError, match="register fewer, larger pieces"):
+        registry.add(third)
+    registry.remove(first)
+    registry.add(third)
+    assert registry.memories == (second, third)
 
 
 def test_nothing_registered_holds_no_row() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -115,6 +116,19 @@ def test_shared_memory_needs_a_size() -> None:
     for size in (0, -1, 1 << 60):
         with pytest.raises(TransportError):
             allocate_shared(size, "test")
+
+
+def test_without_a_descriptor_left_nobody_else_is_blamed(
+    monkeypatch: pytest.MonkeyPatch, descriptor: SharedDescriptor
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(TransportError, match=r"cannot allocate.*Too many open files.*ulimit -n"):
+        allocate_shared(4096, "test")
+    monkeypatch.setattr(os, "open", refuse)
+    expect_refusal(descriptor, "Too many open files.*ulimit -n")
 
 
 def test_nothing_is_left_behind_by_a_killed_peer() -> None:

@@ -20,6 +20,8 @@ Offsets = NDArray[np.int64]
 
 # The columns of this many rows stay in the processor's cache while they are checked.
 ROWS_AT_ONCE = 16 << 10
+# Peers take no descriptor of more.
+MAX_REGIONS = 4096
 
 _ADDRESS_LIMIT = 1 << 64
 
@@ -196,7 +198,14 @@ class Registry:
         self.regions = Regions.of(())
 
     def add(self, memory: Memory) -> None:
-        """Raises TransportError for an invalid range, memory of a device, and an overlap with registered memory."""
+        """Raises TransportError for an invalid range, memory of a device, an overlap with registered memory, and for
+        more pieces than peers take."""
+        if len(self._views) >= MAX_REGIONS:
+            raise TransportError(
+                "too many pieces of memory are registered",
+                expected=f"at most {MAX_REGIONS}",
+                hint="register fewer, larger pieces of memory",
+            )
         if memory.device != HOST and not self._takes_devices:
             raise TransportError(
                 "this transport reaches host memory only",

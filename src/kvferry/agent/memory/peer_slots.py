@@ -33,6 +33,8 @@ class PeerSlots:
         everywhere."""
         if self._transport is None or not descriptor:
             return
+        # What was attached before is let go.
+        self._attached.discard(peer)
         try:
             self._transport.connect(str(peer), descriptor)
         except TransportError as error:

@@ -13,7 +13,8 @@ from typing import Final
 
 from kvferry.cli.options import passed_options
 from kvferry.errors import ConfigurationError
-from kvferry.transport.machine.hardware import ROOT, content
+from kvferry.transport.machine.hardware import ROOT
+from kvferry.transport.machine.host_memory import host_memory
 
 # Where users say themselves how much memory a server may take.
 MEMORY_OPTIONS: Final = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--mem-fraction-static")
@@ -93,13 +94,8 @@ def shares(
 def free_memory(root: Path = ROOT) -> float:
     """The part of this host's memory, or of its container's, that is free; 1 where the system does not say. `root` is
     for tests."""
-    lines = [line.split() for line in content(root / "proc/meminfo").splitlines()]
-    sizes = {words[0]: int(words[1]) << 10 for words in lines if len(words) > 1 and words[1].isdecimal()}
-    total, available = sizes.get("MemTotal:", 0), sizes.get("MemAvailable:", 0)
-    limit, used = (content(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory.current"))
-    if limit.isdecimal() and used.isdecimal() and 0 < int(limit) < total:
-        total, available = int(limit), min(available, max(0, int(limit) - int(used)))
-    return available / total if total else 1.0
+    found = host_memory(root)
+    return found.available / found.total if found.total else 1.0
 
 
 def machine_here(variables: Mapping[str, str]) -> Machine:

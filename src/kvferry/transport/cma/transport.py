@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Column, Copies
-from kvferry.system import os_error_text
+from kvferry.system import hint_for, os_error_text
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import Natural, Origin, check_same, check_size, decode, origin_here
 from kvferry.transport.posting import Posting, connected
-from kvferry.transport.registered_memory import Regions, Registry
+from kvferry.transport.registered_memory import MAX_REGIONS, Regions, Registry
 from kvferry.transport.rowcopy.copy_queue import CopyQueue
 
 # The kernel takes no more rows in one call.
@@ -49,7 +49,7 @@ class CrossMemoryDescriptor(msgspec.Struct, frozen=True, tag="cma-1"):
     origin: Origin
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
     started: Natural
-    regions: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
+    regions: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=MAX_REGIONS)] = msgspec.field(name="pieces")
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(CrossMemoryDescriptor)
@@ -234,8 +234,12 @@ def _open_pidfd(name: str, known: CrossMemoryDescriptor) -> int:
     """A pidfd of the very process that was described."""
     try:
         pidfd = os.pidfd_open(known.pid)
-    except OSError as error:
+    except ProcessLookupError as error:
         raise TransportError(f"peer {name!r} has ended", found=f"process {known.pid}: {error.strerror}") from error
+    except OSError as error:
+        hint = hint_for(error, "a container or a sandbox may forbid pidfd_open: use shm, nixl or tcp")
+        found = f"process {known.pid}: {error.strerror}"
+        raise TransportError(f"cannot hold the process of peer {name!r}", found=found, hint=hint) from error
     try:
         started = _start_time(known.pid)
         if started != known.started:

@@ -10,9 +10,11 @@ from msgspec import Meta
 
 from kvferry.errors import TransportError
 from kvferry.transport.descriptors import DeviceAddress, Natural, check_size
+from kvferry.transport.registered_memory import MAX_REGIONS
 
 _MAGIC: Final = b"KVN1"
 _DIGEST_BYTES: Final = 16
+OF_EACH: Final = Meta(max_length=MAX_REGIONS)
 
 
 class NixlDescriptor(msgspec.Struct, frozen=True, tag="nixl-1"):
@@ -20,9 +22,9 @@ class NixlDescriptor(msgspec.Struct, frozen=True, tag="nixl-1"):
     of them is on a device, (device, its number) of each region."""
 
     agent: Annotated[str, Meta(min_length=1, max_length=64)]
-    regions: Annotated[tuple[tuple[DeviceAddress, Natural], ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
+    regions: Annotated[tuple[tuple[DeviceAddress, Natural], ...], OF_EACH] = msgspec.field(name="pieces")
     metadata: bytes
-    devices: Annotated[tuple[tuple[Annotated[str, Meta(max_length=64)], Natural], ...], Meta(max_length=4096)] = ()
+    devices: Annotated[tuple[tuple[Annotated[str, Meta(max_length=64)], Natural], ...], OF_EACH] = ()
 
 
 DECODER: Final = msgspec.msgpack.Decoder(NixlDescriptor)

@@ -9,8 +9,9 @@ import os
 import numpy as np
 
 from kvferry.errors import TransportError
-from kvferry.system import os_error_text
+from kvferry.system import RAISE_LIMIT, hint_for, os_error_text
 from kvferry.transport.base import Memory
+from kvferry.transport.machine.host_memory import host_memory
 
 
 class SharedMemory:
@@ -62,18 +63,20 @@ def allocate_shared(num_bytes: int, name: str) -> SharedMemory:
     if num_bytes <= 0:
         raise TransportError("shared memory needs a size", found=f"{num_bytes} bytes", expected="at least one")
     _check_available(num_bytes, name)
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = -1
     try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(fd, 0, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         # Page tables are filled now, not during the first transfer, where each fault would cost microseconds.
         mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError as error:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
         raise TransportError(
             f"cannot allocate {num_bytes} bytes of shared memory for {name!r}",
             found=os_error_text(error),
-            hint="ask for less (a smaller cache, --staging-mib) or give the process more memory",
+            hint=hint_for(error, "ask for less (a smaller cache, --staging-mib) or give the process more memory"),
         ) from error
     address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
     return SharedMemory(Memory(address, num_bytes, fd), mapping)
@@ -95,16 +98,14 @@ def check_sealed(fd: int) -> None:
 
 def _check_available(num_bytes: int, name: str) -> None:
     """Asking the kernel for more than there is does not fail: it gets a process killed, perhaps another one."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        available = int(lines["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError) as error:
-        raise TransportError("shared memory needs Linux with /proc", found=repr(error)) from error
-    if num_bytes > available:
+    memory = host_memory()
+    if not memory.total:
+        what = "nobody says how much memory there is"
+        raise TransportError(what, found="no /proc/meminfo that can be read", hint="is /proc there? " + RAISE_LIMIT)
+    if num_bytes > memory.available:
         raise TransportError(
             f"not enough memory for {name!r}",
-            found=f"{available:,} bytes available",
+            found=f"{memory.available:,} bytes available",
             expected=f"{num_bytes:,} bytes",
             hint="ask for less (a smaller cache, --staging-mib) or give the process more memory; the memory of an "
             "engine that has just ended is released within seconds",

@@ -22,11 +22,11 @@ from msgspec import Meta
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
-from kvferry.system import os_error_text
+from kvferry.system import hint_for, os_error_text
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import Natural, Origin, check_same, check_size, decode, origin_here
 from kvferry.transport.posting import Posting, connected
-from kvferry.transport.registered_memory import Regions, Registry, View
+from kvferry.transport.registered_memory import MAX_REGIONS, Regions, Registry, View
 from kvferry.transport.rowcopy.copy_queue import CopyQueue
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared, check_sealed
 
@@ -51,7 +51,7 @@ class SharedDescriptor(msgspec.Struct, frozen=True, tag="shm-1"):
 
     origin: Origin
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    regions: Annotated[tuple[SharedRegion, ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
+    regions: Annotated[tuple[SharedRegion, ...], Meta(max_length=MAX_REGIONS)] = msgspec.field(name="pieces")
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(SharedDescriptor)
@@ -199,7 +199,7 @@ def _attach(peer: str, pid: int, region: SharedRegion) -> View:
         raise TransportError(
             f"cannot open the memory of peer {peer!r}",
             found=f"{path}: {error.strerror}",
-            hint="run both processes as the same user; use tcp if that is not possible",
+            hint=hint_for(error, "run both processes as the same user; use tcp if that is not possible"),
         ) from error
     try:
         _check_identity(peer, os.fstat(fd), region)

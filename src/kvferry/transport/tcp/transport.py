@@ -20,7 +20,7 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.posting import Posting, connected
-from kvferry.transport.registered_memory import Regions, Registry
+from kvferry.transport.registered_memory import MAX_REGIONS, Regions, Registry
 from kvferry.transport.tcp.client import PeerClient
 from kvferry.transport.tcp.connection import CHUNK_BYTES, KEY_BYTES
 from kvferry.transport.tcp.lane import PeerAddress, Transfer
@@ -33,7 +33,7 @@ class TcpDescriptor(msgspec.Struct, frozen=True, tag="tcp-2"):
     host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-    regions: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
+    regions: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=MAX_REGIONS)] = msgspec.field(name="pieces")
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(TcpDescriptor)
