@@ -203,7 +203,10 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_has_started(module, tmp_pa
     assert_gone(int(child.read_text()))
 
 
+# What has started the tests may have it ignore SIGHUP, as nohup does.
 RUN_HANGING = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from kvferry.cli.qualify.checks import Check
 from kvferry.cli.qualify.run import outcomes
 from kvferry.cli.signals import end_as_ctrl_c
@@ -228,9 +231,12 @@ def test_nothing_is_left_of_a_check_whose_command_is_ended(module, tmp_path, num
     with subprocess.Popen(
         [sys.executable, "-c", RUN_HANGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        pids = [int(word) for word in child.read_text().split()]
-        process.send_signal(number)
-    assert_gone(*pids)
+        try:
+            pids = [int(word) for word in child.read_text().split()]
+            process.send_signal(number)
+            assert_gone(*pids)
+        finally:
+            process.kill()
 
 
 def test_what_the_ten_minutes_cut_off_has_not_failed(module):
