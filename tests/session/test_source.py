@@ -285,6 +285,16 @@ def test_one_peer_does_not_take_the_room_of_others_claims(source):
     assert source.handle(said(EARLY), 1) == []
 
 
+def test_a_claim_for_which_there_was_no_room_is_aborted_like_others(source):
+    """Its lease would keep its blocks for nobody."""
+    for number in range(MAX_EARLY_OF_ONE):
+        reference = m.Reference("p0", "epoch-1", "r1", f"made-up-{number}")
+        source.handle(said(m.Claim(READER, "c1", reference, 6, (0,))), 1)
+    assert source.handle(said(EARLY), 1) == [Reply("x", m.Renewed(()))]
+    assert source.handle(said(m.Abort(READER, EARLY.claim_id, "l1")), 2) == [Reply("x", m.Aborted("c1", US.epoch))]
+    assert LeaseEnded("r1", m.Reason.ABORTED) in source.handle(LEASE, 3)
+
+
 def test_an_abort_frees_the_blocks_and_is_acknowledged_every_time():
     aborted = Reply("x", m.Aborted("c1", US.epoch))
     play(

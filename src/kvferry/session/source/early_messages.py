@@ -27,7 +27,8 @@ class EarlyMessage:
 
 
 class EarlyMessages:
-    """At most one message per lease and party, `MAX_EARLY` in all and `MAX_EARLY_OF_ONE` of one peer."""
+    """At most one message per lease and party. Of claims, which can be long, there are `MAX_EARLY` in all at most, and
+    `MAX_EARLY_OF_ONE` of one peer; of aborts no more than are remembered (`AbortedClaims`)."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[str, Party], EarlyMessage] = {}
@@ -37,13 +38,14 @@ class EarlyMessages:
         key = lease_id, early.message.party
         if known := self._waiting.get(key):
             early = EarlyMessage(early.peer, early.message, known.deadline)
-        elif len(self._waiting) >= MAX_EARLY or self._num_of(early.peer) >= MAX_EARLY_OF_ONE:
+        elif isinstance(early.message, Claim) and not self._has_room_for_claims_of(early.peer):
             return False
         self._waiting[key] = early
         return True
 
-    def _num_of(self, peer: str) -> int:
-        return sum(1 for early in self._waiting.values() if early.peer == peer)
+    def _has_room_for_claims_of(self, peer: str) -> bool:
+        peers = [early.peer for early in self._waiting.values() if isinstance(early.message, Claim)]
+        return len(peers) < MAX_EARLY and peers.count(peer) < MAX_EARLY_OF_ONE
 
     def knows(self, lease_id: str, party: Party) -> bool:
         """Whether a message of this party waits for this lease."""
