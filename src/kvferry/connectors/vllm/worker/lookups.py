@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvferry import BlocksReleased, FetchFailed, Located, LocateFailed, Reason
+from kvferry import Located, LocateFailed, Reason
 from kvferry.connectors.vllm.metadata import FetchOrder, agent_name
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
 from kvferry.errors import TransferError
@@ -50,7 +50,4 @@ class Lookups:
         return False
 
     def _give_up(self, order: FetchOrder, error: TransferError) -> None:
-        """The agent has not heard of this fetch: nothing can land in its blocks."""
-        name = agent_name(order.request_id)
-        self._open.note(FetchFailed(name, error))
-        self._open.note(BlocksReleased(name))
+        self._open.give_up(agent_name(order.request_id), error)

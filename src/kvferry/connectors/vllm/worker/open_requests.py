@@ -6,14 +6,14 @@ vLLM is told of every request exactly once: an id that it does not expect ends t
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from kvferry import BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded, Notice
+from kvferry import BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded, Notice, Reason
 from kvferry.connectors.vllm.features import FAILS_BY_BLOCKS, TransferResults
 from kvferry.connectors.vllm.metadata import EndOrder, FetchOrder, LeaseOrder, PromiseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, names_of
-from kvferry.errors import TransferError
+from kvferry.errors import RequestError, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,20 @@ class OpenRequests:
         """What happened since the last call."""
         stats, self._stats = self._stats, FerryStats()
         return stats
+
+    def begin(self, name: str, fetch: Callable[[], None]) -> None:
+        """Ask the agent for a fetch. What it cannot be asked for, whatever a peer has said, ends a request and not the
+        engine."""
+        try:
+            fetch()
+        except RequestError as error:
+            what = "this cache cannot be asked for"
+            self.give_up(name, TransferError(Reason.MALFORMED, what, found=str(error)))
+
+    def give_up(self, name: str, error: TransferError) -> None:
+        """The agent has not heard of this fetch: nothing can land in its blocks."""
+        self.note(FetchFailed(name, error))
+        self.note(BlocksReleased(name))
 
     def note(self, notice: Notice) -> None:
         """Take down what the agent says. That it has stopped is told to `stopped`."""

@@ -24,8 +24,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvferry import (
     Agent,
     AgentStopped,
-    BlocksReleased,
-    FetchFailed,
     FetchRequest,
     LeaseEnded,
     LeaseRequest,
@@ -52,7 +50,7 @@ from kvferry.connectors.vllm.worker.rank_cache import RankCache, of_tensors
 from kvferry.connectors.vllm.worker.ranks import addresses
 from kvferry.connectors.vllm_middleware.worker_reports import names_of
 from kvferry.connectors.vllm_middleware.workers import RELEASED
-from kvferry.errors import ConfigurationError, RequestError, TransferError
+from kvferry.errors import ConfigurationError
 from kvferry.layout import contents
 
 logger = logging.getLogger(__name__)
@@ -240,16 +238,7 @@ class Worker:
         ours = self._ours()
         tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
         wanted = FetchRequest(name, order.reference, order.addresses, tables, ranges, prompt=order.prompt)
-        ours.deferred.give(partial(self._tell_fetch, wanted))
-
-    def _tell_fetch(self, wanted: FetchRequest) -> None:
-        try:
-            self._ours().agent.fetch(wanted)
-        except RequestError as error:
-            # Nothing has begun. Whatever a peer has said, it ends a request and not the engine.
-            failure = TransferError(Reason.MALFORMED, "this cache cannot be asked for", found=str(error))
-            self._open.note(FetchFailed(wanted.request_id, failure))
-            self._open.note(BlocksReleased(wanted.request_id))
+        ours.deferred.give(partial(self._open.begin, name, partial(ours.agent.fetch, wanted)))
 
     def _is_over(self) -> bool:
         # `AgentStopped` comes a moment before the agent has ended.
