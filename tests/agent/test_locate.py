@@ -46,6 +46,18 @@ async def test_rank_0_answers_for_all_ranks_of_its_engine(memory):
     assert found == [kvferry.RemoteEngine("prefill", "epoch-1", addresses)] * 2
 
 
+async def test_an_engine_that_sends_its_askers_to_another_host_is_not_believed(memory):
+    """Without a token nobody proves who it is. An error of the lookup, and of nothing else."""
+    prefill = kvferry.open_agent(config_of("prefill"), cache_of(memory), print)
+    async with kvferry.AsyncAgent(config_of("decode"), cache_of(memory), print) as decode:
+        prefill.start((prefill.address, "tcp://192.0.2.1:5000"))
+        try:
+            with pytest.raises(TransferError, match=r"where nobody may be asked.*found: tcp://192.0.2.1:5000"):
+                await decode.locate(prefill.address)
+        finally:
+            prefill.close()
+
+
 async def test_of_a_server_with_data_parallelism_that_engine_is_found_which_a_number_leads_to(memory):
     with contextlib.ExitStack() as held:
         port = hold_ports(held, 2)

@@ -86,6 +86,17 @@ def test_a_slot_of_the_target_that_can_be_reached_is_as_good_as_an_own_one():
     staging.close()
 
 
+def test_a_target_whose_slots_cannot_be_attached_any_more_is_not_said_to_be_reached():
+    theirs, far = allocate_shared(1 << 16, "target"), PeerSlots(ARENA)
+    party, descriptor = Party("d0", "epoch-9", 0), PeerSlots(theirs.memory).descriptor
+    far.attach(party, descriptor)
+    assert far.reaches(party)
+    theirs.close()
+    far.attach(party, descriptor)
+    assert not far.reaches(party)
+    far.close()
+
+
 @pytest.mark.parametrize("end", ["the staging's", "the target's"])
 def test_slots_of_targets_are_unmapped_at_the_end(end):
     theirs, far = allocate_shared(1 << 16, "target"), PeerSlots(ARENA)

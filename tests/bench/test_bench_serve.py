@@ -11,6 +11,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
+from kvferry.errors import ConfigurationError
 
 DEADLINE_S = 30.0
 
@@ -23,6 +24,7 @@ class Fake:
     num_together: int = 1
     is_cut: bool = False
     needs_key: bool = False
+    models_status: int = 200
     seen: list[dict] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -32,6 +34,8 @@ class Fake:
 
     async def models(self, request):
         self.keys.append(request.headers.get("authorization"))
+        if self.models_status != 200:
+            return web.json_response({"error": {"message": "still loading"}}, status=self.models_status)
         if self.needs_key:
             return web.json_response({"error": {"message": "no"}}, status=401)
         return web.json_response({"object": "list", "data": [{"id": "fake"}, {"id": "other"}]})
@@ -182,6 +186,27 @@ def test_a_server_that_wants_a_key_is_not_said_to_lack_models(monkeypatch, varia
         told = bench("--url", url, "--model", "fake", code=2).stderr
     assert words in told
     assert "KVFERRY_API_KEY" in told
+
+
+@pytest.mark.parametrize(("status", "words"), [(503, "HTTP 503: still loading"), (404, "the server lists no models")])
+def test_a_server_that_does_not_list_its_models_needs_to_be_told(status, words):
+    with serving(Fake(models_status=status)) as url:
+        assert words in " ".join(bench("--url", url, "--requests", 1, code=2).stderr.split())
+        bench("--url", url, "--requests", 1, "--model", "fake")
+
+
+@pytest.mark.parametrize("output", [(), ("--json",)])
+def test_figures_are_told_whatever_becomes_of_the_page(tmp_path, monkeypatch, output):
+    """They have taken their time."""
+
+    def full(page, text):
+        raise ConfigurationError("cannot write the page", found="No space left on device")
+
+    monkeypatch.setattr("kvferry.cli.console.write_page", full)
+    with serving(Fake()) as url:
+        done = bench("--url", url, "--requests", 2, "--plot", tmp_path / "x.html", *output, code=2)
+    assert ('"mean_tpot_ms"' if output else "output tokens/s") in done.stdout
+    assert "cannot write the page" in done.stderr
 
 
 def test_a_sweep_has_a_run_per_rate():

@@ -38,6 +38,16 @@ def test_the_connector_changes_and_everything_else_stays(sign):
     assert found.findings == ()
 
 
+@pytest.mark.parametrize("text", [of(STOCK), of(STOCK, sign=True), f"serve m --kv-transfer-config {json.dumps(STOCK)}"])
+def test_vllm_takes_underscores_for_dashes(text):
+    assert transfer_of(migrate(text.replace("--kv-transfer-config", "--kv_transfer_config")))
+
+
+def test_a_configuration_key_by_key_has_to_be_written_as_one():
+    with pytest.raises(ConfigurationError, match=r"write --kv-transfer-config\.key=value as JSON"):
+        migrate("serve m --kv-transfer-config.kv_connector NixlConnector")
+
+
 @pytest.mark.parametrize("quote", ["", "'", '"'])
 @pytest.mark.parametrize("sign", ["=", " "])
 def test_quotes_around_the_json_may_have_been_lost(quote, sign):

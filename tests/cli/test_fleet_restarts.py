@@ -15,7 +15,7 @@ class ScriptedChild:
 
     def __init__(self, name, arguments, log, port, variables):
         self.name, self.arguments, self.log, self.variables, self.port = name, arguments, log, variables, port
-        self.running, self.ending, self.said, self.pid = True, "killed", None, 1
+        self.running, self.ending, self.said, self.pid, self.is_told = True, "killed", None, 1, False
 
     def has_spoken(self):
         return self.said is not None
@@ -33,6 +33,7 @@ class ScriptedChild:
 
     def terminate(self):
         """It hangs."""
+        self.is_told = True
 
     def stop(self, within_s=None):
         assert within_s == 0.0
@@ -107,8 +108,9 @@ def test_what_is_not_ready_in_time_is_ended_and_tried_again(scene):
     look(scene)
     hanging = scene.started[-1]
     look(scene, 59.0)
-    assert scene.started[-1] is hanging
+    assert (scene.started[-1] is hanging, hanging.is_told) == (True, False)
     look(scene, 1.0)
+    assert hanging.is_told
     assert "did not become ready in time" in scene.said[-1]
     look(scene, 1.0)
     assert (hanging.running, scene.started[-1] is hanging) == (False, False)

@@ -142,6 +142,7 @@ def test_the_key_is_on_no_command_line_and_there_is_one():
         (("--role", "decode", "--", "--disaggregation-transfer-backend", "nixl"), "none: it is kvferry"),
         (("--role", "decode", "--", "--disaggregation-ib-device", "mlx5_0"), "UCX_NET_DEVICES"),
         (("--role", "decode", "--", "--port", "1"), "expected: kvferry's own --port"),
+        (("--role", "decode", "--", "--ssl-keyfile", "k"), "a proxy that ends TLS"),
         (("--role", "decode", "--advertise-url", "http://a:1"), "this option needs --register"),
     ],
 )

@@ -86,6 +86,25 @@ def test_a_signal_removes_the_fleet(fleet_on_ray: FleetOnRay):
     assert "kvferry" not in serve.status().applications
 
 
+def test_a_fleet_that_somebody_removes_is_not_said_to_serve(fleet_on_ray: FleetOnRay):
+    from ray import serve
+
+    words = ("--port", "8000", "--resources", "CPU=0.5", "--model", fleet_on_ray.model)
+    command, variables = command_of(fleet_on_ray.cluster.address, fleet_on_ray.token, *words)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process:
+        try:
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if "serving an OpenAI API" in line:
+                    serve.delete("kvferry")
+            assert process.wait(TIMEOUT_S) == 2, "".join(lines)
+        finally:
+            process.kill()
+    assert "somebody has removed the application kvferry" in "".join(lines)
+    assert "Traceback" not in "".join(lines)
+
+
 def test_errors_come_before_anything_starts(fleet_on_ray: FleetOnRay):
     address = fleet_on_ray.cluster.address
     refused = [

@@ -13,7 +13,7 @@ from kvferry.errors import TransportError
 from kvferry.extras import MissingExtraError
 from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.world import World
-from kvferry.transport.base import Direction, Ticket
+from kvferry.transport.base import Direction, Memory, Ticket
 from kvferry.transport.nixl import transport as adapter
 from kvferry.transport.nixl.descriptor_lists import PART_BYTES, PART_ROWS, Part, cut, descriptor_list
 from kvferry.transport.nixl.metadata import NixlDescriptor, seal
@@ -120,6 +120,44 @@ def test_a_disconnected_ticket_ends_with_an_error(world: World) -> None:
     ticket = world.post(Copies(row[0], row[1], row[2], 1), Direction.READ)
     world.near.transport.disconnect("far")
     assert "disconnected" in world.finish([ticket])[ticket].error
+
+
+def test_of_the_agents_that_nobody_needs_only_the_latest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "MAX_IDLE_AGENTS", 2)
+    near, *far = (NixlTransport() for _ in range(5))
+    descriptors = [each.descriptor() for each in far]
+    names = [decode(each).agent for each in descriptors]
+    # The first one was needed again after the second.
+    for number in (0, 1, 0, 2, 3):
+        near.connect("peer", descriptors[number])
+        near.disconnect("peer")
+    assert list(near._loaded) == names[2:]
+    near.connect("peer", descriptors[0])
+    near.connect("peer", descriptors[2])
+    near.disconnect("peer")
+    assert list(near._loaded) == [names[0], names[2]]
+    for each in (near, *far):
+        each.close()
+
+
+def test_what_nixl_cannot_do_with_memory_is_an_error_of_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, buffer = NixlTransport(), np.zeros(8192, np.uint8)
+    memory = Memory(int(buffer.ctypes.data), buffer.size, -1)
+    transport.register(memory)
+
+    def refuse(*_: object) -> None:
+        raise transport._errors[0]("no")
+
+    with monkeypatch.context() as patch:
+        for name in ("deregister_memory", "get_agent_metadata"):
+            patch.setattr(transport._agent, name, refuse)
+        with pytest.raises(TransportError, match="cannot describe its memory"):
+            transport.descriptor()
+        with pytest.raises(TransportError, match="cannot deregister memory"):
+            transport.unregister(memory)
+    # Both know that it is registered no more: rows are told by the one which kind of memory the other says they are in.
+    assert (transport._registry.memories, len(transport._devices.kinds)) == ((), 0)
+    transport.close()
 
 
 def record_posts(world: World, monkeypatch: pytest.MonkeyPatch) -> list[Ticket]:

@@ -21,6 +21,8 @@ from kvferry.plan.programs.copies import NOTHING, Direction
 from kvferry.testing.transports.peer import PeerProcess
 from kvferry.transport.base import Completion, Memory
 from kvferry.transport.descriptors import Origin
+from kvferry.transport.machine.host_memory import HostMemory
+from kvferry.transport.shm import shared_memory
 from kvferry.transport.shm import transport as shm
 from kvferry.transport.shm.transport import (
     SharedDescriptor,
@@ -116,6 +118,20 @@ def test_shared_memory_needs_a_size() -> None:
     for size in (0, -1, 1 << 60):
         with pytest.raises(TransportError):
             allocate_shared(size, "test")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (HostMemory(1 << 30, 4095), "not enough memory.*4,095 bytes available"),
+        (HostMemory(), "how much memory there is"),
+    ],
+)
+def test_no_more_is_taken_than_there_is(monkeypatch: pytest.MonkeyPatch, found: HostMemory, words: str) -> None:
+    """The kernel would kill somebody in a container for it."""
+    monkeypatch.setattr(shared_memory, "host_memory", lambda: found)
+    with pytest.raises(TransportError, match=words):
+        allocate_shared(4096, "test")
 
 
 def test_without_a_descriptor_left_nobody_else_is_blamed(

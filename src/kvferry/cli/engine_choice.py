@@ -14,7 +14,6 @@ from kvferry.cli.options import is_given, option_of, passed_options
 from kvferry.errors import ConfigurationError
 from kvferry.extras import how_to_install
 
-SHORTEST: Final = len("--")
 SERVER_EXTRAS: Final = "agent,router,nixl"
 """What kvferry needs in the environment of another engine. Not `engine`: that pins a version of transformers."""
 
@@ -89,7 +88,7 @@ def check_passed(arguments: Sequence[str], taken: Mapping[str, str]) -> None:
     for name in passed_options(arguments):
         # Both take the beginning of an option for it; vLLM takes `--option.key` for one key of an option that is JSON.
         given = name.partition(".")[0]
-        if instead := [taken[option] for option in taken if len(given) > SHORTEST and option.startswith(given)]:
+        if instead := [taken[option] for option in taken if len(given) > len("--") and option.startswith(given)]:
             raise ConfigurationError("kvferry does not pass this option on", found=name, expected=instead[0])
 
 

@@ -1,9 +1,8 @@
-"""Which addresses the control channel listens on and connects to: without a shared token, only this host's."""
+"""Which addresses the control channel listens on: without a shared token, only this host's."""
 
 from __future__ import annotations
 
-from ipaddress import IPv6Address, ip_address
-from urllib.parse import urlsplit
+from ipaddress import IPv6Address
 
 from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import ConfigurationError
@@ -40,11 +39,3 @@ def listening_address(host: str, token: SharedToken) -> str:
             hint="give the IPv4 address itself" if address.ipv4_mapped else "give an address without an interface",
         )
     return str(address)
-
-
-def is_connectable(address: str, token: SharedToken) -> bool:
-    """Whether `tcp://IP:port` may be connected to. A peer elsewhere must be able to prove who it is."""
-    try:
-        return bool(token) or ip_address(urlsplit(address).hostname or "").is_loopback
-    except ValueError:
-        return False

@@ -15,7 +15,6 @@ from typing import Final
 
 import zmq
 
-from kvferry.agent.control.addresses import is_connectable
 from kvferry.agent.control.curve import secure_connecting
 from kvferry.agent.control.poller import Poller
 from kvferry.agent.control.shared_token import SharedToken
@@ -29,6 +28,7 @@ from kvferry.agent.control.sockets import (
     send_now,
 )
 from kvferry.session.keys import PeerKey
+from kvferry.wire.addresses import is_address
 from kvferry.wire.codec import MAX_FRAME_BYTES
 
 MAX_SOURCES = 4096
@@ -74,7 +74,8 @@ class SourceConnections:
         who refuses all tokens is lost."""
         if peer not in self._by_peer:
             is_full = len(self._by_peer) >= MAX_SOURCES
-            if is_full or not is_connectable(peer.address, self._token) or not self._connect(peer, self._token.each):
+            may_connect = is_address(peer.address, on_this_host=not self._token)
+            if is_full or not may_connect or not self._connect(peer, self._token.each):
                 return False
         connection = self._by_peer[peer]
         if connection.monitor is not None and len(connection.frames) < MAX_QUEUED:

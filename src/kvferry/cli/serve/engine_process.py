@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry import read_token
+from kvferry import SharedToken, read_token
 from kvferry.cli import console
 from kvferry.cli.serve.command import ServeOptions
 from kvferry.cli.serve.joining import joined
@@ -80,15 +80,23 @@ async def _run(options: ServeOptions, engine: EngineProcess) -> int:
             watched.enter_context(watchdog(process.pid))
             # Whoever has started us as a child waits as long as it likes: for a download, an hour.
             await _ready(engine, process, ending, math.inf if options.as_child else options.start_timeout)
-            if not ending.done():
-                _announce(options, engine)
-                async with joined(options.join, engine.url, token):
-                    await ending
+            await _serving(options, engine, token, ending)
             return process.returncode or 0
         finally:
             ending.cancel()
             # A parent that has died may be started again, and want the same devices: nothing is finished for it.
             await _stop(process, options.drain_timeout if told.is_set() else 0.0, is_urgent)
+
+
+async def _serving(
+    options: ServeOptions, engine: EngineProcess, token: SharedToken, ending: asyncio.Task[None]
+) -> None:
+    """Say that it serves, unless it was told to end before that. Returns when it is to end."""
+    if ending.done():
+        return
+    _announce(options, engine)
+    async with joined(options.join, engine.url, token):
+        await ending
 
 
 def key_in(variable: str, options: ServeOptions, engine: str, hint: str = "") -> dict[str, str]:
