@@ -197,6 +197,7 @@ CHUNK = b'data: {"choices": [{"text": "a"}]}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9}}\n\n'
 ROLE = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
 CHAT = b'data: {"choices": [{"delta": {"content": "b"}}]}\r\n\r\n'
+SPOKEN = b'data: {"choices": [{"delta": {"role": "assistant", "content": "c"}}]}\n\n'
 SILENT = b'data: {"choices": [{"text": ""}]}\n\ndata: {"choices": [{"delta": {"content": ""}}], "error": null}\n\n'
 # As vLLM and SGLang write them.
 LAST = b'data: {"choices": [{"delta": {}, "finish_reason": "length"}]}\n\n'
@@ -234,10 +235,10 @@ def test_answers_that_are_not_whole_are_errors(stream, wrong):
 def test_tokens_without_text_count_from_the_first_to_the_last():
     """What follows the last line's end is not there on every server."""
     answer = Answer()
-    for now, data in enumerate((ROLE, SILENT, CHAT, SILENT, LAST, USAGE, DONE.rstrip())):
+    for now, data in enumerate((ROLE, SILENT, CHAT, SILENT, SPOKEN, LAST, USAGE, DONE.rstrip())):
         answer.push(data, now)
     answer.end(9.0)
-    assert (answer.piece_times, answer.wrong) == ([1, 1, 2, 3, 3], "")
+    assert (answer.piece_times, answer.wrong) == ([1, 1, 2, 3, 3, 4], "")
 
 
 def run(rate, num_good, num=10):

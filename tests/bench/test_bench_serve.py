@@ -25,6 +25,7 @@ class Fake:
     is_cut: bool = False
     needs_key: bool = False
     models_status: int = 200
+    last: bytes = b"\n\n"
     seen: list[dict] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Fake:
         usage = {"prompt_tokens": 77, "completion_tokens": body["max_tokens"]}
         await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
         if not self.is_cut:
-            await response.write(b"data: [DONE]\n\n")
+            await response.write(b"data: [DONE]" + self.last)
         return response
 
 
@@ -123,6 +124,12 @@ def test_every_request_is_asked_for_and_counted(tmp_path):
     assert all(8 <= len(body["prompt"]) <= 12 and body["ignore_eos"] for body in fake.seen)
     assert "<svg" in plot.read_text()
     assert "within the limits" in plot.read_text()
+
+
+def test_the_last_line_of_an_answer_need_not_end():
+    with serving(Fake(last=b"")) as url:
+        facts = json.loads(bench("--url", url, "--requests", 2, "--json").stdout)
+    assert (facts["completed"], facts["failed"]) == (2, 0)
 
 
 def test_without_limits_nothing_is_said_of_goodput(tmp_path):

@@ -216,10 +216,12 @@ list(outcomes([Check("hangs", "hangs", 600.0)], "cpu", print, lambda outcome: ou
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_nothing_is_left_of_a_check_whose_command_is_ended(module, tmp_path, number):
+def test_nothing_is_left_of_a_check_whose_command_is_ended(module, tmp_path, monkeypatch, number):
     """Closing a terminal does so, a time limit of a pipeline, and whoever is out of memory."""
-    child = tmp_path / "child"
+    child, folder = tmp_path / "child", tmp_path / "temporary"
     os.mkfifo(child)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
     module(
         "hangs",
         "import os, pathlib, subprocess, time\n"
@@ -234,9 +236,10 @@ def test_nothing_is_left_of_a_check_whose_command_is_ended(module, tmp_path, num
         try:
             pids = [int(word) for word in child.read_text().split()]
             process.send_signal(number)
-            assert_gone(*pids)
+            assert_gone(process.pid, *pids)
         finally:
             process.kill()
+    assert number == signal.SIGKILL or list(folder.iterdir()) == []
 
 
 def test_what_the_ten_minutes_cut_off_has_not_failed(module):
