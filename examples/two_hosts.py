@@ -22,8 +22,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from support import MODEL_NAME, compare, running
+from kvferry.testing.output_check import compare
+from kvferry.testing.servers import running
 
+MODEL_NAME = "example"
 FIRST, SECOND = "10.77.0.1", "10.77.0.2"
 # Both options end everything inside with the process that made it.
 OWN_PROCESSES = ("unshare", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -65,9 +67,10 @@ def run(token_file: str) -> int:
         running(decode, prefix=(*ENTER_SECOND, *OWN_MEMORY)) as (decode_url,),
         running(("route", "--port", "0", "--prefill", prefill_url, "--decode", decode_url)) as (router_url,),
     ):
-        code = compare(router_url, decode_url)
+        found = compare(router_url, decode_url, MODEL_NAME)
+        print(found)
     print(f"sent over the cable from the first host: {bytes_sent():,} bytes")
-    return code
+    return 0 if found.passed else 1
 
 
 def bytes_sent() -> int:

@@ -175,4 +175,4 @@ def test_the_table_that_is_shown_has_rows_of_the_command(page):
 
 def test_every_example_has_a_row_in_the_page_of_examples():
     named = re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "docs/examples.md").read_text(), re.MULTILINE)
-    assert sorted([*named, "support.py"]) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+    assert sorted(named) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))

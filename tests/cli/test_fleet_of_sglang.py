@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 from kvferry.cli import main
 from kvferry.cli.options import TransferOptions
 from kvferry.cli.up import fleet as module
-from kvferry.cli.up import job, output_check
+from kvferry.cli.up import job
 from kvferry.cli.up.command import UpOptions
 from kvferry.cli.up.fleet import Fleet, FleetOptions
-from kvferry.cli.up.output_check import Answer
-from kvferry.errors import RequestError
+from kvferry.testing.output_check import Answer
 
-ANSWER = Answer("so it goes", (5, 6), 40, {"tokens_received": 40, "tokens_computed": 0}, "disaggregated")
+REPORT = {"tokens_received": 40, "tokens_computed": 0}
+ANSWER = Answer("so it goes", (5, 6), 40, REPORT, {"x-kvferry-path": "disaggregated"})
 
 
 def started(**changes) -> list[tuple[str, ...]]:
@@ -133,7 +133,9 @@ def test_no_answer_at_all_is_a_failure_with_nothing_to_compare_it_with(alone):
 def test_only_an_answer_that_may_be_right_is_a_success(monkeypatch, capsys, tokens, alone, code):
     questions = []
     monkeypatch.setattr(
-        job, "ask", lambda url, question, show: questions.append(question) or replace(ANSWER, token_ids=tokens)
+        job,
+        "ask",
+        lambda url, question, show, api_keys: questions.append(question) or replace(ANSWER, token_ids=tokens),
     )
     monkeypatch.setattr(job, "_without_transfer", lambda options, fleet, question: questions.append(question) or alone)
     fleet = Fleet(FleetOptions(1, 1, (), 16, 16, 0, 0), Path("logs"))
@@ -142,13 +144,6 @@ def test_only_an_answer_that_may_be_right_is_a_success(monkeypatch, capsys, toke
     assert json.loads(capsys.readouterr().out)["token_ids"] == list(tokens)
     # Neither may be answered from what the other has left in a prefix cache.
     assert len({question.salt for question in questions}) == 2
-
-
-def test_an_error_in_the_middle_of_an_answer_is_told(monkeypatch):
-    chunks = [{"choices": [{"text": "so"}]}, {"error": {"message": "the cache did not come"}}]
-    monkeypatch.setattr(output_check, "_chunks", lambda url, body, paths: iter(chunks))
-    with pytest.raises(RequestError, match="refused the prompt; found: the cache did not come"):
-        output_check.ask("http://router", job.Question("tiny", "The ferry", 4), lambda text: None)
 
 
 @pytest.mark.parametrize(("temperature", "model"), [(0.5, "tiny"), (0.0, "another")])

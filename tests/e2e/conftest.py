@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.cli.child_processes import Child
 from kvferry.cli.up.fleet import Fleet, FleetOptions
-from kvferry.cli.up.output_check import Answer, Question, ask
 from kvferry.embedded.model.tiny import ensure_tiny_model
+from kvferry.testing.output_check import Answer, Question, ask
 
 DEADLINE_S = 60.0
 READY_S = 240.0

@@ -12,7 +12,7 @@ from conftest import DEADLINE_S, both, eventually, post, prefilled, ready, silen
 from test_main_job import prompt_of
 from tiny_models import model_folder
 
-from kvferry.cli.up.output_check import Question, ask
+from kvferry.testing.output_check import Question, ask
 
 
 @pytest.fixture(scope="module")

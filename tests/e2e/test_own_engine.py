@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.testing.servers import running
+
 pytestmark = pytest.mark.e2e
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_engine.py"
@@ -28,14 +30,8 @@ def test_a_cache_moves_between_two_processes():
 
 
 def test_a_cache_moves_from_transformers_and_back():
-    command = [sys.executable, "-m", "kvferry", "serve", "--port", "0", "--json", "--as-child"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            url = json.loads(server.stdout.readline())["url"]
-            said = run(f"{url}/v1")
-        finally:
-            server.stdin.close()
-            server.wait(timeout=60)
+    with running(("serve", "--port", "0")) as (url,):
+        said = run(f"{url}/v1")
     assert said["equal"]
     assert said["bytes"] > 0
     assert said["text"]

@@ -18,8 +18,8 @@ import pytest
 from fleet_on_ray import FleetOnRay
 from ray_cluster import eventually, post, processes
 
-from kvferry.cli.up.output_check import Question, ask
 from kvferry.errors import ConfigurationError
+from kvferry.testing.output_check import Question, ask
 
 NUM_CLIENTS = 8
 LONG = range(6)

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.cli.qualify import restart
-from kvferry.cli.up.output_check import Answer
 from kvferry.errors import RequestError
 from kvferry.qualify.outcome import Result
+from kvferry.testing.output_check import Answer
 
-MOVED = Answer("x", (1, 2), 290, {"tokens_received": 289}, "disaggregated")
-ALONE = Answer("x", (1, 2), 290, {}, "decode-only")
-WRONG = Answer("y", (1, 3), 290, {"tokens_received": 289}, "disaggregated")
+MOVED = Answer("x", (1, 2), 290, {"tokens_received": 289}, {"x-kvferry-path": "disaggregated"})
+ALONE = Answer("x", (1, 2), 290, {}, {"x-kvferry-path": "decode-only"})
+WRONG = Answer("y", (1, 3), 290, {"tokens_received": 289}, {"x-kvferry-path": "disaggregated"})
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def fleet():
 
 def checked(monkeypatch, *answers):
     left = iter(answers)
-    monkeypatch.setattr(restart, "ask", lambda *_: next(left))
+    monkeypatch.setattr(restart, "ask", lambda *_, **__: next(left))
     with fleet() as found:
         return restart.check(found)
 
@@ -60,7 +60,7 @@ def test_what_a_restart_must_not_do_is_a_failure(monkeypatch, answers, words):
 
 
 def test_an_answer_that_does_not_come_is_an_error_of_the_check(monkeypatch):
-    def gone(*_):
+    def gone(*_, **__):
         raise RequestError("no answer from http://nowhere")
 
     monkeypatch.setattr(restart, "ask", gone)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Self
+from typing import IO, Self
 
 from kvferry.errors import TransportError
 
@@ -15,11 +15,16 @@ from kvferry.errors import TransportError
 class ChildProcess:
     """A process that is started at once. Use it as a context manager: it is killed at the end."""
 
-    def __init__(self, command: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
-        """`pass_fds` are open files of this process that the other one inherits."""
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=pass_fds
-        )
+    def __init__(
+        self,
+        command: Sequence[str],
+        pass_fds: Sequence[int] = (),
+        stderr: IO[bytes] | None = None,
+    ) -> None:
+        """`pass_fds` are open files of this process that the other one inherits; `stderr` gets what it says on its
+        standard error, which is ours otherwise."""
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, bufsize=0, pass_fds=pass_fds)
 
     def __enter__(self) -> Self:
         return self
@@ -52,6 +57,17 @@ class ChildProcess:
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
         self._process.send_signal(number)
+
+    def close_input(self) -> None:
+        """Tell a process that ends with its standard input to end."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def wait(self, within_s: float) -> None:
+        """Wait until it has ended; after so many seconds it is killed."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        self.kill()
 
     def kill(self) -> None:
         """End it without a chance to clean up."""

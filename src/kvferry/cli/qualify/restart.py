@@ -7,11 +7,12 @@ import select
 import signal
 from typing import Final
 
+from kvferry.cli import environment
 from kvferry.cli.qualify.engines import fleet_on
 from kvferry.cli.up.fleet import Fleet
-from kvferry.cli.up.output_check import Answer, Question, ask
 from kvferry.errors import TransportError
 from kvferry.qualify.outcome import Outcome, failed, passed
+from kvferry.testing.output_check import Answer, Question, ask
 
 NAME: Final = "restart"
 PROMPT: Final = list(range(10, 300))
@@ -62,7 +63,8 @@ def _kill(pid: int) -> None:
 
 
 def _asked(fleet: Fleet, salt: str) -> Answer:
-    return ask(fleet.url, Question(fleet.model, PROMPT, NUM_TOKENS, f"kvferry-{salt}"), lambda _: None)
+    question = Question(fleet.model, PROMPT, NUM_TOKENS, f"kvferry-{salt}")
+    return ask(fleet.url, question, api_keys=environment.api_keys())
 
 
 def _is_moved(answer: Answer) -> bool:

@@ -24,9 +24,9 @@ from kvferry.cli.up.command import UpOptions
 from kvferry.cli.up.engine_report import read, report_between, why_chosen
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
 from kvferry.cli.up.machine_share import MEMORY_VARIABLE, VARIABLES, Share, machine_here, shares
-from kvferry.cli.up.output_check import Answer, Question, ask
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.system import os_error_text
+from kvferry.testing.output_check import Answer, Question, ask, silent
 
 if TYPE_CHECKING:
     from kvferry.cli.ray.fleet import RayFleet
@@ -190,18 +190,18 @@ def _show_proof(options: UpOptions, fleet: Fleet | RayFleet) -> bool:
 
 def _with_report(options: UpOptions, fleet: Fleet | RayFleet, question: Question) -> Answer:
     """The router's answer, with what can be known of how its cache came."""
-    show = _silent if options.as_json else _typewriter
+    show, keys = silent if options.as_json else _typewriter, environment.api_keys()
     match options.engine:
         case "vllm":
             before = read(fleet.decode_urls)
-            answer = ask(fleet.url, question, show)
+            answer = ask(fleet.url, question, show, api_keys=keys)
             report = report_between(before, read(fleet.decode_urls))
         case "sglang":
-            answer = ask(fleet.url, question, show)
+            answer = ask(fleet.url, question, show, api_keys=keys)
             # Its decode computes nothing of a prompt: there would be no answer.
             report = {"tokens_received": answer.prompt_tokens, "tokens_computed": 0}
         case _:
-            answer = ask(fleet.url, question, show)
+            answer = ask(fleet.url, question, show, api_keys=keys)
             engines, transport = (*fleet.decode_urls, *fleet.prefill_urls), answer.report.get("transport", "")
             report = answer.report | {"choice": why_chosen(engines, transport)}
     return replace(answer, report=report)
@@ -210,16 +210,12 @@ def _with_report(options: UpOptions, fleet: Fleet | RayFleet, question: Question
 def _without_transfer(options: UpOptions, fleet: Fleet | RayFleet, question: Question) -> tuple[int, ...] | None:
     """The tokens of an answer that needs no transfer: the control. None where nobody gives one."""
     if options.engine != "sglang":
-        return ask(fleet.decode_urls[0], question, _silent).token_ids
+        return ask(fleet.decode_urls[0], question, api_keys=environment.api_keys()).token_ids
     if fleet.model != TINY or question.temperature:
         return None
     from kvferry.embedded.model.greedy_answer import greedy_tokens
 
     return greedy_tokens(resolve(TINY)[0], str(question.prompt), question.max_tokens)
-
-
-def _silent(text: str) -> None:
-    return
 
 
 def _typewriter(text: str) -> None:
