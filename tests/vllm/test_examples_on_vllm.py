@@ -40,4 +40,4 @@ def test_an_example_moves_a_cache_and_gets_the_same_answer(running, words):
     assert re.search(r"^x-kvferry-cache +received$", done.stdout, re.MULTILINE)
     assert "equal to the decode engine's answer without a transfer" in done.stdout
     counted = re.search(r"^vLLM counted ([\d,]+) transferred bytes$", done.stdout, re.MULTILINE)
-    assert script == "across_engines.py" or int(counted[1].replace(",", "")) > 0
+    assert script != "vllm_pair.py" or int(counted[1].replace(",", "")) > 0
