@@ -14,6 +14,7 @@ from kvferry.extras import MissingExtraError
 from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.world import World
 from kvferry.transport.base import Direction, Memory, Ticket
+from kvferry.transport.nixl import remote_agents
 from kvferry.transport.nixl import transport as adapter
 from kvferry.transport.nixl.descriptor_lists import PART_BYTES, PART_ROWS, Part, cut, descriptor_list
 from kvferry.transport.nixl.metadata import NixlDescriptor, seal
@@ -123,7 +124,7 @@ def test_a_disconnected_ticket_ends_with_an_error(world: World) -> None:
 
 
 def test_of_the_agents_that_nobody_needs_only_the_latest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "MAX_IDLE_AGENTS", 2)
+    monkeypatch.setattr(remote_agents, "MAX_IDLE_AGENTS", 2)
     near, *far = (NixlTransport() for _ in range(5))
     descriptors = [each.descriptor() for each in far]
     names = [decode(each).agent for each in descriptors]
@@ -131,13 +132,63 @@ def test_of_the_agents_that_nobody_needs_only_the_latest_stay(monkeypatch: pytes
     for number in (0, 1, 0, 2, 3):
         near.connect("peer", descriptors[number])
         near.disconnect("peer")
-    assert list(near._loaded) == names[2:]
+    assert list(near._remote_agents._loaded) == names[2:]
     near.connect("peer", descriptors[0])
     near.connect("peer", descriptors[2])
     near.disconnect("peer")
-    assert list(near._loaded) == [names[0], names[2]]
+    assert list(near._remote_agents._loaded) == [names[0], names[2]]
     for each in (near, *far):
         each.close()
+
+
+def test_a_failed_connection_is_replaced_as_soon_as_the_peer_is_there(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt may leave a socket open: they become rare, until the peer is met again."""
+    near = world.near.transport
+    assert isinstance(near, NixlTransport)
+    now, attempts, add = [100.0], [], near._agent.add_remote_agent
+    (name,) = near._remote_agents._loaded
+    row = [np.array([n], np.uint64) for n in (world.far.address(1, 0), world.near.address(1, 0), 100)]
+
+    def read() -> str:
+        return world.run(Copies(row[0], row[1], row[2], 1), Direction.READ)
+
+    def refuse(metadata: bytes) -> None:
+        attempts.append(now[0])
+        raise near._errors[0]("nobody there")
+
+    monkeypatch.setattr(remote_agents.time, "monotonic", lambda: now[0])
+    near._remote_agents.failed(name)
+    near._agent.add_remote_agent = refuse
+    for _ in range(260):
+        assert "lost the connection" in read()
+        now[0] += 0.5
+    assert attempts == [100.0, 101.0, 103.0, 107.0, 115.0, 131.0, 163.0, 223.0]
+    near.connect("far", world.far.transport.descriptor())
+    assert "nobody there" in read()
+    assert attempts[8:] == [230.0]
+    del near._agent.add_remote_agent
+    now[0] += remote_agents.MAX_DELAY_S
+    assert read() == ""
+    near._agent.add_remote_agent = refuse
+    assert read() == ""
+    near._agent.add_remote_agent = add
+
+
+def test_what_fails_a_second_time_ends_its_ticket(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    near = world.near.transport
+    assert isinstance(near, NixlTransport)
+    row = [np.array([n], np.uint64) for n in (world.far.address(1, 0), world.near.address(1, 0), 100)]
+    with monkeypatch.context() as patch:
+        posted = []
+        patch.setattr(near._agent, "transfer", lambda handle: posted.append(handle) or "ERR")
+        assert world.run(Copies(row[0], row[1], row[2], 1), Direction.READ) == "NIXL: ERR"
+    assert len(posted) == 2
+    # Another connection was no better: the next one has time, unless the peer is met again.
+    assert "lost the connection" in world.run(Copies(row[0], row[1], row[2], 1), Direction.READ)
+    near.connect("far", world.far.transport.descriptor())
+    assert world.run(Copies(row[0], row[1], row[2], 1), Direction.READ) == ""
 
 
 def test_what_nixl_cannot_do_with_memory_is_an_error_of_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:

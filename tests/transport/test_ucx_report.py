@@ -57,7 +57,7 @@ def make_and_close():
     has_ended.set()
 threading.Thread(target=make_and_close, daemon=True).start()
 while not has_ended.is_set():
-    transport._report.endpoints()
+    transport._remote_agents._report.endpoints()
 print("ended")
 """
 MEETINGS = """
@@ -72,6 +72,39 @@ with PeerProcess("nixl", 1 << 20, 3) as peer:
         assert measure(transport, "peer", peer.probe).error == ""
         transport.disconnect("peer")
         found.append([len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{peer.pid}/fd"))])
+print(json.dumps(found))
+transport.close()
+"""
+
+# What an outage of a network leaves behind is a connection over which nothing comes any more.
+BREAKS = """
+import json, os, socket
+from kvferry.testing.transports.peer import PeerProcess
+from kvferry.transport.nixl.transport import NixlTransport
+from kvferry.transport.selection.self_test import measure
+def connected():
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                each = socket.socket(fileno=os.dup(int(name)))
+                each.getpeername()
+                yield name, each
+        except OSError:
+            pass
+transport, found = NixlTransport(), []
+with PeerProcess("nixl", 1 << 20, 3) as peer:
+    before = {name for name, _ in connected()}
+    transport.connect("peer", peer.descriptor)
+    assert measure(transport, "peer", peer.probe).error == ""
+    for number in range(6):
+        if number % 2:
+            transport.disconnect("peer")
+            transport.connect("peer", peer.descriptor)
+        for name, each in connected():
+            if name not in before:
+                each.shutdown(socket.SHUT_RDWR)
+        error = measure(transport, "peer", peer.probe).error
+        found.append([error, len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{peer.pid}/fd"))])
 print(json.dumps(found))
 transport.close()
 """
@@ -119,3 +152,18 @@ def test_meeting_a_peer_again_opens_nothing_more() -> None:
     assert done.returncode == 0, done.stderr.decode()
     first, *_, last = json.loads(done.stdout.splitlines()[-1])
     assert last == first
+
+
+def test_a_connection_that_has_failed_is_replaced() -> None:
+    """Also one to a peer that is met again; and the failed ones leave nothing open."""
+    pytest.importorskip("nixl_cu13")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")} | {
+        "UCX_TLS": "tcp"
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", BREAKS], capture_output=True, env=environment, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [error for error, *_ in found] == [""] * len(found)
+    assert found[-1] == found[0]

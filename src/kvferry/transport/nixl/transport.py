@@ -14,8 +14,8 @@ What had to be learned about NIXL 1.5 and is relied on here:
 * An agent is not thread-safe: it belongs to the thread that polls. The progress thread would busy-poll a core, so
   progress is made in `poll`, for peers that read from us too; hence `progress_interval_s`.
 * Over cross-memory attach, posting *is* copying (one system call per descriptor), so long posts go in parts.
-* Removing a remote agent leaves UCX's connection to it open, on both sides, until one of the two processes ends;
-  loading it again opens another. UCX ends a process that has no file descriptor left. So idle agents stay loaded.
+* A connection that has failed, as after an outage of the network, stays failed. So a part that fails is posted once
+  more, over a new connection, as soon as nothing is in progress over the failed one.
 """
 
 from __future__ import annotations
@@ -43,29 +43,25 @@ from kvferry.transport.nixl.descriptor_lists import (
     descriptor_list,
 )
 from kvferry.transport.nixl.library import load_nixl
-from kvferry.transport.nixl.metadata import DECODER, NixlDescriptor, digest_of, seal, unseal
+from kvferry.transport.nixl.metadata import DECODER, NixlDescriptor, seal, unseal
+from kvferry.transport.nixl.remote_agents import RemoteAgents
 from kvferry.transport.posting import Posting, connected
 from kvferry.transport.registered_memory import Regions, Registry
-from kvferry.transport.ucx.introspection import UcxIntrospection
-
-# A peer that is gone takes a little memory, one that lives also the connection that it would need again.
-MAX_IDLE_AGENTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A connected peer: its agent's name, digest of its metadata, and its memory."""
+    """A connected peer: its agent's name, and its memory."""
 
     agent: str
-    digest: bytes
     regions: Regions
     devices: Devices
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An open ticket. `waiting` are parts not posted yet, `active` handles of those in progress, `num_posted` counts
-    posted ones."""
+    """An open ticket. `waiting` are parts not posted yet, `active` those in progress with their handles, `failed` those
+    that are posted a second time, `num_posted` counts posted ones."""
 
     ticket: Ticket
     peer: str
@@ -73,13 +69,22 @@ class Job:
     operation: str
     waiting: deque[Part]
     num_posted: int = 0
-    active: list[Any] = field(default_factory=list)
+    active: list[tuple[Any, Part]] = field(default_factory=list)
+    failed: list[Part] = field(default_factory=list)
     error: str = ""
 
     def stop_posting(self, error: str) -> None:
         """Post no more. Parts in progress stay active: their bytes still move."""
         self.waiting.clear()
         self.error = self.error or error
+
+    def part_failed(self, part: Part, error: str) -> None:
+        """Post a part once more, unless that was its second time or nothing is posted any more."""
+        if self.error or any(part is each for each in self.failed):
+            self.stop_posting(error)
+            return
+        self.failed.append(part)
+        self.waiting.appendleft(part)
 
 
 class NixlTransport:
@@ -112,9 +117,7 @@ class NixlTransport:
         self._devices = Devices()
         self._registered: dict[Memory, Any] = {}
         self._peers: dict[str, Peer] = {}
-        self._loaded: dict[str, bytes] = {}
-        self._report = UcxIntrospection(self._name)
-        self._endpoints: dict[str, frozenset[int]] = {}
+        self._remote_agents = RemoteAgents(self._agent, self._errors, self._name)
         self._jobs: list[Job] = []
         # Parts that have moved, by peer.
         self._num_moved: Counter[str] = Counter()
@@ -163,15 +166,13 @@ class NixlTransport:
         if known.agent == self._name:
             raise TransportError(f"peer {peer!r} is this transport itself")
         regions, devices = Regions.of(known.regions), Devices.of(known.regions, known.devices)
-        digest = digest_of(known.metadata)
-        self._load_agent(known, digest)
-        self._peers[peer] = Peer(known.agent, digest, regions, devices)
+        self._remote_agents.load(known.agent, known.metadata, {job.agent for job in self._jobs})
+        self._peers[peer] = Peer(known.agent, regions, devices)
 
     def carriers(self, peer: str) -> tuple[str, ...]:
         """The transports that UCX reports for the endpoints of this peer; UCX settles them with the first copy."""
         known = self._peers.get(peer)
-        endpoints = self._endpoints.get(known.agent, frozenset()) if known else frozenset()
-        return tuple(dict.fromkeys(name for each in sorted(endpoints) for name in self._report.carriers(each)))
+        return self._remote_agents.carriers(known.agent) if known else ()
 
     def disconnect(self, peer: str) -> None:
         """Disconnect a peer. Its open tickets end with an error as soon as NIXL says that no byte moves any more."""
@@ -219,15 +220,13 @@ class NixlTransport:
         self._is_closed = True
         for job in self._jobs:
             job.stop_posting("this transport was closed")
-            for handle in job.active:
+            for handle, _ in job.active:
                 self._quietly(self._agent.release_xfer_handle, handle)
             job.active.clear()
-        for agent in self._loaded:
-            self._quietly(self._agent.remove_remote_agent, agent)
+        self._remote_agents.close()
         for registered in self._registered.values():
             self._quietly(self._agent.deregister_memory, registered)
         self._peers.clear()
-        self._loaded.clear()
         self._registered.clear()
         self._registry.clear()
         del self._agent
@@ -242,11 +241,13 @@ class NixlTransport:
     def _make_progress(self) -> None:
         # Notifications are not used; asking for them is what makes progress for peers.
         self._quietly(self._agent.get_new_notifs)
+        for job in self._jobs:
+            job.active = [active for active in job.active if self._is_active(job, *active)]
+        self._renew_failed()
         budget = PART_ROWS
         # Jobs that have had fewer parts go first, so that a long ticket does not hold up a short one.
         for job in sorted(self._jobs, key=lambda job: job.num_posted):
-            job.active = [handle for handle in job.active if self._is_active(job, handle)]
-            while job.waiting and budget > 0:
+            while job.waiting and budget > 0 and not self._remote_agents.has_failed(job.agent):
                 part = job.waiting.popleft()
                 budget -= len(part.local)
                 job.num_posted += 1
@@ -255,12 +256,23 @@ class NixlTransport:
                 # Posting has copied everything: its completion is reported before the next job is copied.
                 return
 
-    def _is_active(self, job: Job, handle: Any) -> bool:
+    def _renew_failed(self) -> None:
+        """Replace failed connections that jobs wait for, once nothing is in progress over them."""
+        agents = {job.agent for job in self._jobs if job.waiting and self._remote_agents.has_failed(job.agent)}
+        for agent in agents - {job.agent for job in self._jobs if job.active}:
+            try:
+                self._remote_agents.renew(agent)
+            except TransportError as error:
+                for job in self._jobs:
+                    if job.agent == agent:
+                        job.stop_posting(str(error))
+
+    def _is_active(self, job: Job, handle: Any, part: Part) -> bool:
         try:
             state = self._agent.check_xfer_state(handle)
         except self._errors as error:
             state = repr(error)
-        return not self._is_terminal(job, handle, state)
+        return not self._is_terminal(job, handle, part, state)
 
     def _post_part(self, job: Job, part: Part) -> None:
         agent = self._agent
@@ -275,54 +287,26 @@ class NixlTransport:
             state = agent.transfer(handle)
         except self._errors as error:
             state = repr(error)
-        if not self._is_terminal(job, handle, state):
-            job.active.append(handle)
+        if not self._is_terminal(job, handle, part, state):
+            job.active.append((handle, part))
 
-    def _is_terminal(self, job: Job, handle: Any, state: str) -> bool:
+    def _is_terminal(self, job: Job, handle: Any, part: Part, state: str) -> bool:
         if state == "PROC":
             return False
-        if state != "DONE":
-            job.stop_posting(f"NIXL: {state}")
-        elif job.peer in self._peers:
-            self._num_moved[job.peer] += 1
         self._quietly(self._agent.release_xfer_handle, handle)
+        if state != "DONE":
+            self._remote_agents.failed(job.agent)
+            job.part_failed(part, f"NIXL: {state}")
+            return True
+        self._remote_agents.worked(job.agent)
+        if job.peer in self._peers:
+            self._num_moved[job.peer] += 1
         return True
 
-    def _load_agent(self, known: NixlDescriptor, digest: bytes) -> None:
-        if self._loaded.get(known.agent) == digest:
-            # The peer is back unchanged: now it is the one that was needed last.
-            self._loaded[known.agent] = self._loaded.pop(known.agent)
-            return
-        if known.agent in self._loaded:
-            self._unload(known.agent)
-        before = self._report.endpoints()
-        try:
-            loaded = self._agent.add_remote_agent(known.metadata)
-        except self._errors as error:
-            raise TransportError("NIXL cannot load the peer's metadata", found=repr(error)) from error
-        name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
-        self._loaded[name] = digest
-        self._endpoints[name] = self._report.endpoints() - before
-        if name != known.agent:
-            self._unload(name)
-            raise TransportError("metadata of another agent", found=repr(name), expected=repr(known.agent))
-
-    def _unload(self, agent: str) -> None:
-        if any(job.agent == agent for job in self._jobs):
-            raise TransportError(
-                "the peer's memory changed while transfers with it are in progress", hint="wait until they end"
-            )
-        del self._loaded[agent]
-        del self._endpoints[agent]
-        self._quietly(self._agent.remove_remote_agent, agent)
-
     def _unload_idle_agents(self) -> None:
-        """Remove agents of disconnected peers that have no transfer in progress, those first that were not needed for
-        longest. The latest stay, for their peers may come back."""
+        """Forget agents of disconnected peers that have no transfer in progress."""
         needed = {peer.agent for peer in self._peers.values()} | {job.agent for job in self._jobs}
-        idle = [agent for agent in self._loaded if agent not in needed]
-        for agent in idle[: max(0, len(idle) - MAX_IDLE_AGENTS)]:
-            self._unload(agent)
+        self._remote_agents.unload_idle(needed)
 
     def _quietly(self, call: Any, *arguments: Any) -> None:
         """Make a clean-up call: it is fine when NIXL does not know the thing any more."""
