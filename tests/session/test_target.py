@@ -176,6 +176,43 @@ def test_a_failed_read_frees_its_blocks_because_the_ticket_has_ended():
     assert "peer reset" in str(failure(commands))
 
 
+def fetch_of(number, began, ended, error, then=(), fetched=()):
+    """The steps of another fetch from a source that is met already, whose ticket ends so."""
+    name = f"q{number}"
+    wanted, key, grant = replace(WANTED, request_id=name), ReadKey(name, PEER), m.Grant(name, ((3, 5),))
+    over = [Count, FetchFailed, Send, BlocksReleased] if error else [Send]
+    steps = [(began, wanted, [Send]), (began, answer(grant), [Post]), (ended, TicketEnded(key, error), [*over, *then])]
+    return steps if error else [*steps, (ended, answer(m.Valid(name)), [Fetched])]
+
+
+def test_a_source_is_met_again_when_one_read_after_the_other_fails(target):
+    """Another transport may work where the one that was chosen does not any more."""
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, "reset"), [Count, FetchFailed, ABORT, BlocksReleased])])
+    play(target, [*fetch_of(2, 0.7, 0.8, "reset"), *fetch_of(3, 0.9, 1.0, ""), *fetch_of(4, 1.1, 1.2, "reset")])
+    play(target, fetch_of(5, 1.3, 1.4, "reset"))
+    play(target, fetch_of(6, 1.5, 1.6, "reset", [Disconnect(PEER)]))
+    play(target, [(1.7, replace(WANTED, request_id="q7"), [HELLO])])
+
+
+def test_reads_that_fail_together_count_once(target):
+    play(target, POSTED)
+    together = [fetch_of(number, 0.5, 0.6, "reset") for number in range(2, 6)]
+    for step in range(3):
+        play(target, [steps[step] for steps in together])
+    play(target, [(0.6, TicketEnded(KEY, "reset"), [Count, FetchFailed, ABORT, BlocksReleased])])
+    play(target, fetch_of(7, 0.7, 0.8, ""))
+
+
+def test_reads_that_were_cancelled_are_no_failures_of_the_source(target):
+    play(target, HANDSHAKE[:3])
+    play(target, [(0.3, PeerConnected(PEER, "shm", "shm 9 GB/s"), [CLAIM])])
+    for number in range(2, 7):
+        *steps, (ended, ticket, _) = fetch_of(number, number, number + 0.5, "cancelled")
+        key = ReadKey(f"q{number}", PEER)
+        play(target, [*steps, (number, AbortRequest(f"q{number}"), [Count, FetchFailed, Cancel(key), Send])])
+        play(target, [(ended, ticket, [BlocksReleased])])
+
+
 def test_valid_counts_only_when_the_bytes_that_we_read_are_there(target):
     """Said before, it says nothing of what we read after it."""
     play(target, [*POSTED, (0.5, answer(m.Valid("q1")), []), (0.6, TicketEnded(KEY, ""), [LANDED])])

@@ -1,9 +1,10 @@
 """Liveness of sources, and the leases that they keep for us.
 
 A source counts as lost when it has been silent for `Timing.silence_s` while a read needs it, and at once when nobody
-listens at its address any more. One from which nothing has been fetched for `idle_peer_s` is forgotten. Heartbeats keep
-leases alive that are used or going to be used, also those of requests that wait in the engine's queue. While a read
-makes no progress they are as long as frames of the network: a source that only short messages reach is silent then.
+listens at its address any more, or one read after the other fails. One from which nothing has been fetched for
+`idle_peer_s` is forgotten. Heartbeats keep leases alive that are used or going to be used, also those of requests that
+wait in the engine's queue. While a read makes no progress they are as long as frames of the network: a source that only
+short messages reach is silent then.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ MAY_COME_BACK = (Reason.PEER_LOST, Reason.DEADLINE)
 # Each heartbeat is answered: after two without an answer it is checked whether the source's process has ended.
 QUIET_HEARTBEATS = 2
 PADDING = bytes(MAX_PADDING_BYTES)
+MAX_FAILED_READS = 3
 
 
 class Liveness:
@@ -101,6 +103,22 @@ class Liveness:
             del self._lost[key]
             if key in wanted:
                 yield from self._peers.greet(key, now)
+
+    def read_ended(self, key: PeerKey, began: float, error: str, now: float) -> Iterator[Step]:
+        """Begin anew with a source from which one read after the other fails: perhaps another transport works.
+
+        `began` is when the read's fetch did. Reads that were under way together fail together, which counts once.
+        """
+        if key not in self._peers:
+            return
+        peer = self._peers[key]
+        if not error:
+            peer.num_failed_reads = 0
+        elif began >= peer.last_failed:
+            peer.num_failed_reads, peer.last_failed = peer.num_failed_reads + 1, now
+        if peer.num_failed_reads >= MAX_FAILED_READS:
+            what = f"{MAX_FAILED_READS} reads from {key} have failed, one after the other"
+            yield PeerLost(key, TransferError(Reason.TRANSPORT, what, found=error))
 
     def gone(self, key: PeerKey) -> Iterator[Step]:
         """Nobody listens at the address of a peer. One that is not needed may still be met again."""

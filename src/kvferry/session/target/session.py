@@ -166,19 +166,23 @@ class TargetSession:
         yield from self._quarantine.drained(ReadKey(packed.claim_id, peer.key))
 
     def _ticket_ended(self, event: e.TicketEnded, now: float) -> Iterator[Step]:
-        key = event.key
-        if isinstance(key, SlotKey):
-            yield from self._reads.staged.filled(key, event.error, now)
-            yield from self._quarantine.drained(key.work)
-            return
+        key = event.key.work if isinstance(event.key, SlotKey) else event.key
         fetch = self._fetches.get(key.claim_id) if isinstance(key, ReadKey) else None
         if fetch is None or not isinstance(key, ReadKey) or key.peer not in fetch.reads:
             return
-        fetch.reads[key.peer].ended(Direction.READ)
-        if fetch.failed:
-            yield from self._quarantine.free_when_drained(fetch)
+        was_open = not fetch.failed
+        if isinstance(event.key, SlotKey):
+            yield from self._reads.staged.filled(event.key, event.error, now)
+            yield from self._quarantine.drained(key)
         else:
-            yield from self._reads.ticket_ended(fetch, key.peer, event.error, now)
+            fetch.reads[key.peer].ended(Direction.READ)
+            if fetch.failed:
+                yield from self._quarantine.free_when_drained(fetch)
+            else:
+                yield from self._reads.ticket_ended(fetch, key.peer, event.error, now)
+        if was_open:
+            # The others were cancelled, whatever their tickets say.
+            yield from self._liveness.read_ended(key.peer, fetch.began, event.error, now)
 
     def _staged(self, event: e.Staged, now: float) -> Iterator[Step]:
         yield from self._reads.staged.staged(event, now)
