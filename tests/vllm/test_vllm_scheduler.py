@@ -2,8 +2,10 @@
 
 import importlib
 import warnings
+from types import SimpleNamespace
 
 import pytest
+from packaging.version import Version
 
 pytest.importorskip("vllm.v1", reason="needs vLLM's own environment")
 
@@ -12,10 +14,13 @@ with warnings.catch_warnings():
     importlib.import_module("vllm.v1.worker.utils")
 
 import torch
+import vllm
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
+from kvferry.connectors.vllm.features import num_recomputed
 from kvferry.connectors.vllm.metadata import MAX_NAME_LENGTH, RankAddress, agent_name
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.connectors.vllm.scheduler.scheduler import Scheduler
@@ -42,10 +47,10 @@ def sliding():
     return SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=32)
 
 
-def scheduler(*specs):
+def scheduler(*specs, num_recomputed=1):
     groups = [KVCacheGroupSpec([f"model.layers.{i}.attn"], spec) for i, spec in enumerate(specs or (full(),))]
     caches = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-    made = Scheduler("ours", caches, Prompts())
+    made = Scheduler("ours", caches, Prompts(), num_recomputed=num_recomputed)
     made.set_ranks(RANKS)
     return made
 
@@ -75,6 +80,41 @@ def test_all_but_the_last_token_is_fetched_once():
     (fetch,) = made.take_orders(is_idle=False).fetches
     assert (fetch.request_id, fetch.ranges, fetch.is_waited_for) == ("cmpl-here", (TokenRange(0, PROMPT - 1),), True)
     assert made.take_orders(is_idle=False).fetches == []
+
+
+@pytest.mark.parametrize("params", ["x", ["do_remote_prefill"], 5])
+def test_what_are_no_parameters_at_all_are_none(params):
+    """A client can put them there as `vllm_xargs`. What a hook raises would end the engine."""
+    made, asked = scheduler(), request(params)
+    assert begun(made, asked) == 0
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert made.finished(asked, TABLES) == (False, None)
+    assert declined(made) == ([["target", "malformed"]], [("cmpl-here", "malformed")])
+
+
+@pytest.mark.parametrize(("num_read_ahead", "found"), [(0, 1), (1, 1), (2, 1), (3, 2), (5, 4)])
+def test_what_a_drafter_of_several_modules_reads_ahead_is_computed_here(num_read_ahead, found):
+    # By its source: no model with several modules runs on CPUs.
+    assert hasattr(VllmConfig, "num_prefill_lookahead_tokens") == (Version(vllm.__version__) >= Version("0.32"))
+    assert num_recomputed(SimpleNamespace(num_prefill_lookahead_tokens=num_read_ahead)) == found
+    assert num_recomputed(SimpleNamespace()) == 1
+
+
+@pytest.mark.parametrize(("size", "num_fetched"), [(PROMPT, PROMPT - 3), (4, 1), (3, 0), (2, 0)])
+def test_what_a_drafter_keeps_of_the_last_tokens_is_not_fetched(size, num_fetched):
+    made, asked = scheduler(num_recomputed=3), request(dict(PULL), size=size)
+    assert begun(made, asked) == num_fetched
+
+
+@pytest.mark.parametrize(
+    ("specs", "size", "num_left"), [((), PROMPT, PROMPT), ((1,), PROMPT, PROMPT - 3), ((1,), 3, 3)]
+)
+def test_a_prefill_that_forgets_stops_before_what_a_drafter_keeps_of_the_last_tokens(specs, size, num_left):
+    made = scheduler(*(sliding() for _ in specs), num_recomputed=3)
+    asked = request({"do_remote_decode": True, "do_remote_prefill": False}, size=size)
+    made.on_new_request(asked)
+    made.on_new_request(asked)
+    assert (asked.num_prompt_tokens, len(asked.prompt_token_ids), len(asked._all_token_ids)) == (num_left,) * 3
 
 
 def test_blocks_may_come_some_steps_after_they_were_asked_for():

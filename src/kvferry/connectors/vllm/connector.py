@@ -23,7 +23,13 @@ from vllm.v1.request import Request
 
 from kvferry import Reference
 from kvferry.connectors.vllm.description.groups import forgets
-from kvferry.connectors.vllm.features import CACHE_HIT_SOURCE, TransferResults, check_caches, check_version
+from kvferry.connectors.vllm.features import (
+    CACHE_HIT_SOURCE,
+    TransferResults,
+    check_caches,
+    check_version,
+    num_recomputed,
+)
 from kvferry.connectors.vllm.metadata import Orders, RankAddress
 from kvferry.connectors.vllm.scheduler.prompts import prompts_of
 from kvferry.connectors.vllm.scheduler.scheduler import Scheduler
@@ -52,7 +58,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         reach = Reach.ANY_HOST if settings.agent.token else Reach.THIS_HOST
         is_scheduler = role == KVConnectorRole.SCHEDULER
         prompts = [prompts_of(vllm_config)] if is_scheduler else []
-        self._schedulers = [Scheduler(settings.agent.engine_id, kv_cache_config, one, reach) for one in prompts]
+        names = settings.agent.engine_id, kv_cache_config
+        self._schedulers = [Scheduler(*names, one, reach, num_recomputed(vllm_config)) for one in prompts]
         self._workers = [] if is_scheduler else [self._new_worker(vllm_config, settings, kv_cache_config)]
 
     def _new_worker(self, vllm_config: VllmConfig, settings: Settings, kv_cache_config: KVCacheConfig) -> Worker:

@@ -163,6 +163,18 @@ def check_caches(vllm_config: Any, forgets: bool) -> None:
         raise ConfigurationError("states of every block cannot be transferred", found="mamba_cache_mode all", hint=hint)
 
 
+# --- drafters that read ahead: known since 0.32 ---
+
+
+def num_recomputed(vllm_config: Any) -> int:
+    """How many of a prompt's last tokens the decode side computes itself.
+
+    Each of several modules for multi-token prediction reads one token further ahead than the one before it. What they
+    keep of the last tokens depends on guesses, which nobody corrects elsewhere.
+    """
+    return max(1, getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1)
+
+
 # --- the blocks of a request that is being computed: asked for since 0.30, before all were listed ---
 
 

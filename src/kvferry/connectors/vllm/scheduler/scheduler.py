@@ -41,9 +41,16 @@ class Scheduler:
     """Stages orders; `take_orders` hands them over at each step."""
 
     def __init__(
-        self, engine_id: str, kv_cache_config: KVCacheConfig, prompts: Prompts, reach: Reach = Reach.THIS_HOST
+        self,
+        engine_id: str,
+        kv_cache_config: KVCacheConfig,
+        prompts: Prompts,
+        reach: Reach = Reach.THIS_HOST,
+        num_recomputed: int = 1,
     ) -> None:
+        """The decode side computes the last `num_recomputed` tokens of a prompt itself: the last one in any case."""
         self._engine_id = engine_id
+        self._num_recomputed = num_recomputed
         self._prompts = prompts
         self._reach = reach
         self._config = kv_cache_config
@@ -74,7 +81,12 @@ class Scheduler:
     def on_new_request(self, request: Request) -> None:
         """A request has arrived, and may wait long for its turn."""
         self._prompts.begin(request)
-        params = request.kv_transfer_params or {}
+        params: object = request.kv_transfer_params or {}
+        if not isinstance(params, dict):
+            # Older vLLM lets anything pass that a client has put there as `vllm_xargs`.
+            request.kv_transfer_params = None
+            self._declined.fetch(request.request_id, Reason.MALFORMED, f"{params!r:.100} are no parameters")
+            return
         if params.get("do_remote_prefill"):
             self._hold(request.request_id, params)
         if params.get("do_remote_decode"):
@@ -93,22 +105,21 @@ class Scheduler:
         self._orders.holds.append(HoldRequest(remote.reference, remote.addresses))
 
     def _shorten(self, request: Request) -> None:
-        """Let a prefill stop before its last token where the decode side could not go on from behind it.
-
-        The decode side computes the last token itself: from a recurrent state after it, or with a window that has
-        moved past what that token sees, it could not.
+        """Let a prefill stop before the tokens that the decode side computes itself, where it could not do that from
+        behind them: from a recurrent state after them, or with a window that has moved past what they see.
         """
         if not self._forgets or request.request_id in self._truncated:
             return
-        if request.num_prompt_tokens > 1 and request.prompt_token_ids and not request.get_skip_reading_prefix_cache():
-            del request.prompt_token_ids[-1:]
-            del request._all_token_ids[-1:]
-            request.num_prompt_tokens -= 1
+        num_left, is_read = self._num_recomputed, not request.get_skip_reading_prefix_cache()
+        if request.num_prompt_tokens > num_left and request.prompt_token_ids and is_read:
+            del request.prompt_token_ids[-num_left:]
+            del request._all_token_ids[-num_left:]
+            request.num_prompt_tokens -= num_left
             request.max_tokens = 1
             self._truncated.add(request.request_id)
 
     def num_new_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """How many tokens behind the computed ones can be fetched: all but the last, which is computed here. None while
+        """How many tokens behind the computed ones can be fetched: all but those that are computed here. None while
         that is not known, and others get on."""
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
@@ -128,7 +139,7 @@ class Scheduler:
 
     def _num_wanted(self, request: Request, params: Mapping[str, Any]) -> int:
         """The client's word about how many there are is only good for asking for fewer."""
-        wanted, offered = request.num_prompt_tokens - 1, params.get("remote_num_tokens")
+        wanted, offered = request.num_prompt_tokens - self._num_recomputed, params.get("remote_num_tokens")
         if isinstance(offered, int) and not isinstance(offered, bool) and offered >= 0 and not any(self._fixed):
             return min(wanted, offered)
         return wanted
