@@ -393,3 +393,35 @@ def test_notes_say_what_the_config_left_open():
         "the config has no dtype",
         "the checkpoint has scales for a quantized cache",
     ]
+
+
+WINDOW = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 4}
+
+
+@pytest.mark.parametrize(("family", "groups"), [("qwen3", ("full", "window-16")), ("qwen3_moe", ("window-16",))])
+def test_not_every_family_has_layers_before_those_with_a_window(family, groups):
+    assert entry_of(model_type=family, head_dim=8, **WINDOW).cache.groups() == groups
+
+
+@pytest.mark.parametrize("listed", [{}, {"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2}])
+def test_cohere_says_the_pattern_of_its_windows_in_words_of_its_own_too(listed):
+    own = {"layer_switch": 3, "order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True}
+    own |= {"sliding_window": 16, "sliding_window_pattern": 3, "use_embedding_sharing": True}
+    entry = entry_of(model_type="cohere2", **own, **listed)
+    assert entry.cache.groups() == ("window-16", "full")
+    assert entry.notes == ()
+
+
+def test_a_value_size_of_zero_is_that_of_the_keys():
+    """DeepSeek-VL2 says so where it has no latents."""
+    sizes = {"kv_lora_rank": None, "v_head_dim": 0, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "use_mla": False}
+    assert axes_of(entry_of(**sizes), "model.layers.0.v") == axes_of(entry_of(), "model.layers.0.v")
+
+
+def test_the_draft_heads_of_mimo_have_its_windows():
+    """As in vLLM's mimo_v2_mtp.py."""
+    own = {"swa_num_key_value_heads": 4, "swa_num_attention_heads": 8, "swa_head_dim": 8, "swa_v_head_dim": 8}
+    own |= {"model_type": "mimo_v2_flash", "head_dim": 8, "v_head_dim": 8, "sliding_window": 16}
+    config = {**BASE, **own, "hybrid_layer_pattern": [0, 1, 1, 1, 1, 1], "num_nextn_predict_layers": 1}
+    *_, draft = catalog.of_config(config, "test", Options("auto", draft_layers=True)).cache.layers
+    assert draft.group == "window-16"

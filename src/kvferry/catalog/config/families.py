@@ -22,15 +22,16 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `defaults` are values of fields that a config leaves out, `renamed` its names for what others call differently.
     `text_model` is the family of a nested text config that does not name its own. `every_layer` is the type of all
-    layers where the config names none. A `plain_mlp` has two matrices, not three, though its activation does not tell.
-    An `encoder` generates text, and keeps a cache, only with `is_decoder`. `differs` says how the caches of two engines
-    differ, of which a config tells neither.
+    layers where the config names none, `draft_layer` that of its draft heads. A `plain_mlp` has two matrices, not
+    three, though its activation does not tell. An `encoder` generates text, and keeps a cache, only with `is_decoder`.
+    `differs` says how the caches of two engines differ, of which a config tells neither.
     """
 
     defaults: dict[str, Any] = {}
     renamed: dict[str, str] = {}
     text_model: str = ""
     every_layer: str = ""
+    draft_layer: str = ""
     plain_mlp: bool = False
     encoder: bool = False
     differs: str = ""

@@ -29,7 +29,7 @@ NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
         "output_.*|return_dict.*|use_cache|keys_to_ignore_at_inference|num_beam_groups"
     ),
     "how weights are stored, tied and looked up": _any_of(
-        "(torch_|expert_)?dtype|quant.*|tie_.*|.*_tied|num_mem_blocks|(hidden|vocab)_size_per_layer_input"
+        "(torch_|expert_)?dtype|quant.*|tie_.*|.*_tied|use_embedding_sharing|num_mem_blocks|(hidden|vocab)_size_per_layer_input"
     ),
     "which experts a token is given to": _any_of(
         "n_group|topk_group|num_expert_group|topk_method|scoring_func|use_grouped_topk|num_hash_layers"
@@ -45,7 +45,7 @@ NO_INFLUENCE: Mapping[str, re.Pattern[str]] = {
     ),
     # hc: hyper-connections
     "what a layer adds to": _any_of(
-        ".*residual.*|hc_.*|attn_res_.*|(use_)?parallel_attn|use_(head_wise_)?(attn|attention)_gate"
+        ".*residual.*|hc_.*|attn_res_.*|(use_)?parallel_attn|use_parallel_(block|embedding)|use_(head_wise_)?(attn|attention)_gate"
     ),
     "where tokens lie": _any_of(
         "rope_.*|(use_|no_)?m?rope(_layers?|_layer_interval)?|.*(rotary|_theta).*|.*rope_interleaved?"

@@ -38,7 +38,7 @@ def attention(fields: Fields, kind: str, item: Item, has_indexer: bool = False) 
     if fields.has(*own_dim, *dims) and fields.has(*heads):
         # Other numbers of queries change only what is computed.
         fields.skip("num_attention_heads_per_layer", "attention_hidden_size")
-    value_dim = fields.number_or(key_dim, *_variants("v_head_dim", swa))
+    value_dim = fields.count(*_variants("v_head_dim", swa)) or key_dim
     # The query projection may also yield a gate of its own size.
     query_dim = key_dim * (2 if fields.flag("attn_output_gate", False) else 1)
     projected = key_dim if _is_shared(fields, kind) else key_dim + value_dim

@@ -54,6 +54,8 @@ _MARKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _RECURRENT = ("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "linear_num_heads")
 _WINDOW_MARKS = {"L": "sliding_attention", "G": "full_attention"}
 _LINEAR_OR_FULL = ("linear_attention", "full_attention")
+_COHERE = ("layer_switch", "order_of_interleaved_layers")
+"""Cohere's words for `sliding_window_pattern`."""
 
 
 def layers_of(fields: Fields) -> tuple[Layer, ...]:
@@ -95,7 +97,7 @@ def draft_layers(fields: Fields) -> tuple[Layer, ...]:
     num_drafts = fields.count(*_NUM_DRAFTS) * fields.number_or(1, "mtp_transformer_layers")
     pattern = fields.word("mtp_hybrid_override_pattern")
     words = fields.words("mtp_layers_block_type") or _marked(fields, "mtp_hybrid_override_pattern", pattern, _MARKS)
-    words = words or ("full_attention",)
+    words = words or (family_of(fields.word("model_type")).draft_layer or "full_attention",)
     _, named = _listed(fields)
     if named:
         return tuple(_layer(fields, word) for word in named)
@@ -204,6 +206,7 @@ def _windowed(fields: Fields, num_layers: int) -> tuple[str, ...]:
         return tuple(words[layer % len(words)] for layer in range(num_layers))
     else:
         chosen = _every(num_layers, fields.number("sliding_window_pattern"))
+        fields.skip(*_COHERE)
     return _where(num_layers, chosen, "full_attention", "sliding_attention")
 
 
@@ -231,4 +234,5 @@ _MORE_RULES = (
     *("attn_layer_offset", "hybrid_layer_pattern", "hybrid_layer_ids", "no_rope_layers", "no_rope_layer_interval"),
     *("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "attention_chunk_size"),
     *("global_attn_every_n_layers", "prefix_dense_sliding_window_pattern"),
+    *_COHERE,
 )
