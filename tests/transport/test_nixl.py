@@ -129,14 +129,10 @@ def test_of_the_agents_that_nobody_needs_only_the_latest_stay(monkeypatch: pytes
     descriptors = [each.descriptor() for each in far]
     names = [decode(each).agent for each in descriptors]
     # The first one was needed again after the second.
-    for number in (0, 1, 0, 2, 3):
+    for number, kept in ((0, [0]), (1, [0, 1]), (0, [1, 0]), (2, [0, 2]), (3, [2, 3])):
         near.connect("peer", descriptors[number])
         near.disconnect("peer")
-    assert list(near._remote_agents._loaded) == names[2:]
-    near.connect("peer", descriptors[0])
-    near.connect("peer", descriptors[2])
-    near.disconnect("peer")
-    assert list(near._remote_agents._loaded) == [names[0], names[2]]
+        assert list(near._remote_agents._loaded) == [names[each] for each in kept]
     for each in (near, *far):
         each.close()
 
@@ -189,6 +185,67 @@ def test_what_fails_a_second_time_ends_its_ticket(world: World, monkeypatch: pyt
     assert "lost the connection" in world.run(Copies(row[0], row[1], row[2], 1), Direction.READ)
     near.connect("far", world.far.transport.descriptor())
     assert world.run(Copies(row[0], row[1], row[2], 1), Direction.READ) == ""
+
+
+class Scripted:
+    """What NIXL says of transfers, in place of what it does: their states, in the order in which they were posted."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        near = world.near.transport
+        assert isinstance(near, NixlTransport)
+        self.near, self.states, self.renewed, self._handles = near, [], [], []
+        monkeypatch.setattr(near._agent, "transfer", self._begin)
+        monkeypatch.setattr(near._agent, "check_xfer_state", lambda handle: self.states[self._handles.index(handle)])
+        monkeypatch.setattr(near._remote_agents, "renew", self._renew)
+        row = [np.array([n], np.uint64) for n in (world.far.address(1, 0), world.near.address(1, 0), 100)]
+        self.tickets = [world.post(Copies(row[0], row[1], row[2], 1), Direction.READ) for _ in range(2)]
+
+    def _begin(self, handle: object) -> str:
+        self._handles.append(handle)
+        self.states.append("PROC")
+        return "PROC"
+
+    def _renew(self, name: str) -> None:
+        self.renewed.append(name)
+        self.near._remote_agents._loaded[name].has_failed = False
+
+
+def test_nothing_of_what_was_given_up_is_posted_a_second_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    nixl = Scripted(world, monkeypatch)
+    nixl.near.poll()
+    nixl.near.cancel(nixl.tickets[0])
+    nixl.states[0] = "ERR"
+    assert [(each.ticket, each.error) for each in nixl.near.poll()] == [(nixl.tickets[0], "cancelled")]
+    nixl.states[1] = "DONE"
+    assert [(each.ticket, each.error) for each in nixl.near.poll()] == [(nixl.tickets[1], "")]
+    assert (len(nixl.states), nixl.renewed) == (2, [])
+
+
+def test_a_failed_connection_is_not_replaced_under_what_is_in_progress(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nixl = Scripted(world, monkeypatch)
+    nixl.near.poll()
+    nixl.states[0] = "ERR"
+    assert nixl.near.poll() == nixl.near.poll() == []
+    assert (len(nixl.states), nixl.renewed) == (2, [])
+    nixl.states[1] = "ERR"
+    assert nixl.near.poll() == []
+    assert (len(nixl.states), len(nixl.renewed)) == (4, 1)
+    nixl.states[2:] = "DONE", "DONE"
+    assert [each.error for each in nixl.near.poll()] == ["", ""]
+
+
+def test_memory_that_changes_under_what_is_in_progress_is_an_error(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nixl = Scripted(world, monkeypatch)
+    nixl.near.poll()
+    world.far.allocate(4096, seed=9)
+    with pytest.raises(TransportError, match="memory changed while transfers with it are in progress"):
+        nixl.near.connect("far", world.far.transport.descriptor())
+    nixl.states[:] = "DONE", "DONE"
+    nixl.near.poll()
 
 
 def test_what_nixl_cannot_do_with_memory_is_an_error_of_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
