@@ -41,6 +41,7 @@ from kvferry.session.commands import (
     BlocksReleased,
     Cancel,
     Count,
+    Disconnect,
     Fetched,
     FetchFailed,
     Post,
@@ -49,6 +50,7 @@ from kvferry.session.commands import (
     Stage,
 )
 from kvferry.session.events import AbortRequest, Acquired, HostSilent, PeerMoved, Staged, Tick, TicketEnded
+from kvferry.session.keys import ReadKey, SlotKey
 from kvferry.wire import messages as m
 
 pytestmark = pytest.mark.usefixtures("three_slots_at_a_time")
@@ -97,6 +99,21 @@ def test_a_slot_that_cannot_be_filled_fails_the_fetch(event):
         assert BlocksReleased("q1") not in commands
         commands = session.handle(TicketEnded(key(0), ""), 3.0)
     assert commands[-2:] == [Release(key(0)), BlocksReleased("q1")]
+
+
+def test_a_source_is_met_again_when_one_slot_after_the_other_cannot_be_filled():
+    session = target(Strategy.SCATTER)
+    play(session, [*SCATTERING, (1, acquired(0), [Post])])
+    commands = session.handle(TicketEnded(key(0), "peer reset"), 2.0)
+    for number in range(2, 4):
+        assert Disconnect(PEER) not in commands
+        name, now = f"q{number}", float(number)
+        slot = SlotKey(ReadKey(name, PEER), 0, 0)
+        session.handle(replace(WANTED, request_id=name), now)
+        session.handle(answer(m.Grant(name, SOURCE_TABLES)), now)
+        play(session, [(now, Acquired(slot, at(0), ""), [Post])])
+        commands = session.handle(TicketEnded(slot, "peer reset"), now + 0.5)
+    assert Disconnect(PEER) in commands
 
 
 def test_a_scatter_that_fails_fails_the_fetch():
