@@ -187,6 +187,28 @@ def test_a_cable_that_is_out_for_ten_seconds_while_the_cache_is_read(pair):
         pair.check(prompt, asked, LOST)
 
 
+@pytest.mark.parametrize("is_used", [True, False], ids=["asked", "idle"])
+def test_an_outage_that_is_longer_than_ucx_has_patience(tmp_path, tiny_model, monkeypatch, is_used):
+    """It gives up its connection for ever, after half a minute as it is set. Another one has to be opened, whether the
+    engines have noticed the outage or nobody has asked for anything."""
+    for name, value in {"IDLE": "1s", "INTVL": "1s", "CNT": "2"}.items():
+        monkeypatch.setenv(f"UCX_TCP_KEEP{name}", value)
+    with started(tmp_path, tiny_model, "nixl") as pair:
+        pair.works()
+        prompt, params = pair.handed_over()
+        with pair.lost(*BOTH):
+            asked = [pair.ask(prompt, params)] * is_used
+            time.sleep(10.0)  # That is what is tested.
+        for each in asked:
+            pair.check(prompt, each, LOST)
+        for engine in pair.engines.values():
+            engine.until_free()
+        # Who has slept through it notices now.
+        prompt, params = pair.handed_over()
+        pair.check(prompt, pair.ask(prompt, params), ("", *LOST) if not is_used else ("",))
+        pair.works()
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize(("seconds", "found"), [(1.0, ("",)), (10.0, LOST)], ids=["1", "10"])
 def test_a_cable_that_is_out_for_some_seconds_before_the_cache_is_claimed(pair, seconds, found):
