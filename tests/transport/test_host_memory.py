@@ -54,6 +54,8 @@ def old_group(path, limit, used, stat=""):
             HostMemory(500 * KIB, 150 * KIB),
         ),
         (HOST, LIMIT, USED, f"file {400 * KIB}\nshmem 0", HostMemory(500 * KIB, 250 * KIB)),
+        # So is what the kernel knows of files.
+        (HOST, LIMIT, USED, f"file 0\nshmem 0\nslab_reclaimable {60 * KIB}", HostMemory(500 * KIB, 160 * KIB)),
         # There is no more room than the limit, when the sizes are not of the same moment.
         (HOST, str(200 * KIB), "1024", f"file {90 * KIB}\nshmem 0", HostMemory(200 * KIB, 200 * KIB)),
         ("", "", "", "", HostMemory()),

@@ -67,10 +67,10 @@ def _bounds(root: Path) -> Iterator[HostMemory]:
 def _bound(limit: int, used: int, held: dict[str, int], hierarchy: _Hierarchy) -> HostMemory:
     # Version 1 knows here the limits of groups that a container cannot see.
     limit = min(limit, held.get("hierarchical_memory_limit", limit))
-    # Files that were read count as used until somebody needs the memory. Shared
+    # Files that were read, and what the kernel knows of files, count as used until somebody needs the memory. Shared
     # memory counts as a file and stays. Old kernels do not tell it from files.
     files = held.get(hierarchy.files, 0) - held.get(hierarchy.shared, held.get(hierarchy.files, 0))
-    kept = max(0, used - max(0, files))
+    kept = max(0, used - max(0, files) - held.get("slab_reclaimable", 0))
     return HostMemory(limit, max(0, limit - kept))
 
 
