@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.cli.child_processes import STOP_S
 from kvferry.cli.up import fleet as module
 from kvferry.cli.up.fleet import MAX_RESTARTS, Fleet, FleetOptions
 from kvferry.errors import ConfigurationError
@@ -112,8 +113,25 @@ def test_what_is_not_ready_in_time_is_ended_and_tried_again(scene):
     look(scene, 1.0)
     assert hanging.is_told
     assert "did not become ready in time" in scene.said[-1]
-    look(scene, 1.0)
+    # It may have a server to end, and has its time for that.
+    look(scene, STOP_S - 0.5)
+    assert (hanging.running, scene.started[-1] is hanging) == (True, True)
+    look(scene, 0.5)
     assert (hanging.running, scene.started[-1] is hanging) == (False, False)
+
+
+def test_what_ends_when_it_is_told_to_is_tried_again_at_once_and_holds_up_nobody(scene):
+    scene.started[1].die()
+    look(scene)
+    hanging = scene.started[-1]
+    look(scene, 60.0)
+    other = scene.started[2]
+    other.die()
+    look(scene, 3.0)
+    assert (scene.started[-1].name, hanging.running) == ("decode-1", True)
+    hanging.die()
+    look(scene)
+    assert scene.started[-1].name == "decode-0"
 
 
 def test_a_fleet_whose_engines_keep_exiting_ends(scene):

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvferry.cli import console
-from kvferry.cli.child_processes import Child
+from kvferry.cli.child_processes import STOP_S, Child
 from kvferry.cli.server import listening
 from kvferry.cli.up.machine_share import Share
 from kvferry.errors import ConfigurationError
@@ -56,10 +56,11 @@ StartChild = Callable[[str, tuple[str, ...], Path, int, Mapping[str, str] | None
 @dataclass(slots=True)
 class _Restart:
     """A child that has died is started again no sooner than `at`. Once it was, it `is_started`, and is to be ready by
-    the `deadline`. `delay_s` is how long it was waited last."""
+    the `deadline`. `delay_s` is how long it was waited last. What was told to end may take until `ended_by`."""
 
     at: float
     delay_s: float = 0.0
+    ended_by: float = 0.0
     is_started: bool = False
     deadline: float = 0.0
 
@@ -144,6 +145,8 @@ class Fleet:
 
     def _start_again(self, index: int, restart: _Restart, now: float) -> None:
         child = self._children[index]
+        if child.running and now < restart.ended_by:
+            return
         child.stop(within_s=0.0)
         port = self._ports[child.name]
         self._children[index] = self._start_child(child.name, child.arguments, child.log, port, child.variables)
@@ -157,11 +160,11 @@ class Fleet:
         try:
             self._await(child, now)
         except ConfigurationError as error:
-            # It may hang: by the next try it has had its time.
+            # It may hang, and has an engine to end.
             child.terminate()
             delay_s = min(max(FIRST_DELAY_S, 2 * restart.delay_s), MAX_DELAY_S)
             console.say(f"{error}; trying it again in {delay_s:g} s")
-            self._restarts[index] = _Restart(now + delay_s, delay_s)
+            self._restarts[index] = _Restart(now + delay_s, delay_s, now + STOP_S)
         else:
             del self._restarts[index]
 
