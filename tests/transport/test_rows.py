@@ -153,16 +153,18 @@ def test_pieces_are_disjoint_and_exist(extents: list[tuple[int, int]]) -> None:
         Regions.of(extents)
 
 
-def test_no_more_pieces_are_registered_than_a_peer_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_pieces_are_described_than_a_peer_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered_memory, "MAX_REGIONS", 2)
     registry, buffer = Registry(), np.zeros(300, np.uint8)
     first, second, third = (Memory(int(buffer.ctypes.data) + 100 * n, 100, -1) for n in range(3))
     registry.add(first)
     registry.add(second)
-    with pytest.raises(TransportError, match="register fewer, larger pieces"):
-        registry.add(third)
-    registry.remove(first)
+    registry.check_describable()
     registry.add(third)
+    with pytest.raises(TransportError, match=r"found: 3; .*register fewer, larger pieces"):
+        registry.check_describable()
+    registry.remove(first)
+    registry.check_describable()
     assert registry.memories == (second, third)
 
 

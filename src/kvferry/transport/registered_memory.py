@@ -189,6 +189,18 @@ def view_of(memory: Memory) -> View:
     return np.frombuffer(memoryview(array).cast("B"), np.uint8)
 
 
+def check_number(num_regions: int) -> None:
+    """Raises TransportError when these are more pieces of memory than peers take in a descriptor. What is registered
+    for this process alone, such as the buffer of a self-test, does not count."""
+    if num_regions > MAX_REGIONS:
+        raise TransportError(
+            "too many pieces of memory are registered",
+            found=f"{num_regions}",
+            expected=f"at most {MAX_REGIONS}",
+            hint="register fewer, larger pieces of memory",
+        )
+
+
 class Registry:
     """The memory registered with one transport; memory of devices only with `takes_devices`."""
 
@@ -198,14 +210,7 @@ class Registry:
         self.regions = Regions.of(())
 
     def add(self, memory: Memory) -> None:
-        """Raises TransportError for an invalid range, memory of a device, an overlap with registered memory, and for
-        more pieces than peers take."""
-        if len(self._views) >= MAX_REGIONS:
-            raise TransportError(
-                "too many pieces of memory are registered",
-                expected=f"at most {MAX_REGIONS}",
-                hint="register fewer, larger pieces of memory",
-            )
+        """Raises TransportError for an invalid range, memory of a device, and an overlap with registered memory."""
         if memory.device != HOST and not self._takes_devices:
             raise TransportError(
                 "this transport reaches host memory only",
@@ -227,6 +232,10 @@ class Registry:
         """Forget everything."""
         self._views.clear()
         self._refresh()
+
+    def check_describable(self) -> None:
+        """Raises TransportError when a descriptor would tell of more pieces than peers take."""
+        check_number(len(self._views))
 
     @property
     def memories(self) -> tuple[Memory, ...]:

@@ -18,6 +18,7 @@ from kvferry.session.events import PeerConnected, PeerMoved, PeerUnreachable, Ti
 from kvferry.session.keys import Remote, WorkKey
 from kvferry.transport.base import Completion, Memory, Ticket, Transport
 from kvferry.transport.machine.finding import Severity
+from kvferry.transport.registered_memory import check_number
 from kvferry.transport.selection.candidates import candidates
 from kvferry.transport.selection.diagnosis import LocalContext
 from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
@@ -102,9 +103,11 @@ class TransportManager:
         return min((transport.progress_interval_s for transport in self._transports.values()), default=float("inf"))
 
     def register(self, memories: Sequence[Memory]) -> None:
-        """Register memory with every transport; one that cannot take it becomes unavailable, with the reason."""
+        """Register what peers reach with every transport; one that cannot take it becomes unavailable, with the
+        reason."""
         for name, transport in list(self._transports.items()):
             try:
+                check_number(len(memories))
                 for memory in memories:
                     transport.register(memory)
             except TransportError as error:

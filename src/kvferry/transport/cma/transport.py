@@ -102,7 +102,8 @@ class CrossMemoryTransport:
         self._registry.remove(memory)
 
     def descriptor(self) -> bytes:
-        """Raises TransportError when there are so many regions that it would be longer than a peer accepts."""
+        """Raises TransportError when there are more regions than a peer accepts."""
+        self._registry.check_describable()
         known = CrossMemoryDescriptor(self._origin, os.getpid(), self._started, self._registry.extents)
         return check_size(msgspec.msgpack.encode(known))
 

@@ -148,8 +148,8 @@ class NixlTransport:
             raise TransportError("NIXL cannot deregister memory", found=repr(error)) from error
 
     def descriptor(self) -> bytes:
-        """Raises TransportError when there are so many regions that it would be longer than a peer accepts, or NIXL
-        does not describe itself."""
+        """Raises TransportError when there are more regions than a peer accepts, or NIXL does not describe itself."""
+        self._registry.check_describable()
         try:
             metadata = bytes(self._agent.get_agent_metadata())
         except self._errors as error:

@@ -101,7 +101,9 @@ class SharedMemoryTransport:
         self._registry.remove(memory)
 
     def descriptor(self) -> bytes:
-        """Raises TransportError when some memory is private: peers would find a part of it only when they need it."""
+        """Raises TransportError when there are more regions than a peer accepts, and when some memory is private: peers
+        would find a part of it only when they need it."""
+        self._registry.check_describable()
         private = [memory for memory in self._registry.memories if memory.shared_fd < 0]
         if private:
             raise TransportError(

@@ -73,6 +73,8 @@ class TcpTransport:
             self._registry.remove(memory)
 
     def descriptor(self) -> bytes:
+        """Raises TransportError when there are more regions than a peer accepts."""
+        self._registry.check_describable()
         port = self._server.address[1]
         known = TcpDescriptor(self._host, port, self._key, self._registry.extents)
         return check_size(msgspec.msgpack.encode(known))
