@@ -3,7 +3,7 @@ faster than the engine, and claims that arrive after their own abort."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
@@ -28,24 +28,32 @@ class EarlyMessage:
 
 class EarlyMessages:
     """At most one message per lease and party. Of claims, which can be long, there are `MAX_EARLY` in all at most, and
-    `MAX_EARLY_OF_ONE` of one peer; of aborts no more than are remembered (`AbortedClaims`)."""
+    `MAX_EARLY_OF_ONE` of one peer; of aborts no more than are remembered (`AbortedClaims`).
+
+    All have the same patience: deadlines ascend in the order in which messages are added.
+    """
 
     def __init__(self) -> None:
+        # A message that takes the place of an earlier one has its time as well, so the first always ends first.
         self._waiting: dict[tuple[str, Party], EarlyMessage] = {}
+        # Who waits for each lease, the first one first.
+        self._parties: dict[str, dict[Party, None]] = {}
+        self._claims = _ClaimCounts()
 
     def add(self, lease_id: str, early: EarlyMessage) -> bool:
         """Keep a message in place of an earlier one, whose deadline stays. False when there is no room for it."""
         key = lease_id, early.message.party
-        if known := self._waiting.get(key):
-            early = EarlyMessage(early.peer, early.message, known.deadline)
-        elif isinstance(early.message, Claim) and not self._has_room_for_claims_of(early.peer):
+        known = self._waiting.get(key)
+        replaces_claim = known is not None and isinstance(known.message, Claim)
+        if isinstance(early.message, Claim) and not (replaces_claim or self._claims.has_room(early.peer)):
             return False
+        if known is not None:
+            self._claims.remove(known)
+            early = EarlyMessage(early.peer, early.message, known.deadline)
+        self._claims.add(early)
         self._waiting[key] = early
+        self._parties.setdefault(lease_id, {})[early.message.party] = None
         return True
-
-    def _has_room_for_claims_of(self, peer: str) -> bool:
-        peers = [early.peer for early in self._waiting.values() if isinstance(early.message, Claim)]
-        return len(peers) < MAX_EARLY and peers.count(peer) < MAX_EARLY_OF_ONE
 
     def knows(self, lease_id: str, party: Party) -> bool:
         """Whether a message of this party waits for this lease."""
@@ -53,18 +61,49 @@ class EarlyMessages:
 
     def next_deadline(self) -> float:
         """When the next message has waited long enough; infinity when there is none."""
-        return min(early.deadline for early in self._waiting.values()) if self._waiting else inf
+        return next(iter(self._waiting.values())).deadline if self._waiting else inf
 
     def opened(self, lease_id: str) -> list[EarlyMessage]:
         """Take out what waited for a lease."""
-        return self._take(lambda key, _: key[0] == lease_id)
+        return [self._take(lease_id, party) for party in list(self._parties.get(lease_id, ()))]
 
     def expired(self, now: float) -> list[EarlyMessage]:
         """Take out what has waited long enough."""
-        return self._take(lambda _, early: early.deadline <= now)
+        found = []
+        while self.next_deadline() <= now:
+            found.append(self._take(*next(iter(self._waiting))))
+        return found
 
-    def _take(self, chosen: Callable[[tuple[str, Party], EarlyMessage], bool]) -> list[EarlyMessage]:
-        return [self._waiting.pop(key) for key, early in list(self._waiting.items()) if chosen(key, early)]
+    def _take(self, lease_id: str, party: Party) -> EarlyMessage:
+        early = self._waiting.pop((lease_id, party))
+        self._claims.remove(early)
+        del self._parties[lease_id][party]
+        if not self._parties[lease_id]:
+            del self._parties[lease_id]
+        return early
+
+
+class _ClaimCounts:
+    """How many of the messages are claims: in all, and of each peer that has any."""
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._of_peer: Counter[str] = Counter()
+
+    def has_room(self, peer: str) -> bool:
+        return self._total < MAX_EARLY and self._of_peer[peer] < MAX_EARLY_OF_ONE
+
+    def add(self, early: EarlyMessage) -> None:
+        if isinstance(early.message, Claim):
+            self._total += 1
+            self._of_peer[early.peer] += 1
+
+    def remove(self, early: EarlyMessage) -> None:
+        if isinstance(early.message, Claim):
+            self._total -= 1
+            self._of_peer[early.peer] -= 1
+            if not self._of_peer[early.peer]:
+                del self._of_peer[early.peer]
 
 
 class AbortedClaims:
