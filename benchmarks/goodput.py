@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import sys
 import tempfile
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from measuring import machine, say
 
 from kvferry.bench.load.generator import run_load
 from kvferry.bench.load.target import Target
-from kvferry.bench.load.workload import Lengths, PlannedRequest, Synthetic, poisson, rates_named, synthetic
+from kvferry.bench.load.workload import Lengths, PlannedRequest, Synthetic, rates_named, synthetic
 from kvferry.bench.report.figures import Report, best_of, report_of
 from kvferry.bench.report.record import Record
 from kvferry.bench.report.slo import ItlBy, Slo, slo_named
@@ -79,7 +81,9 @@ def ignore(record: Record) -> None:
 
 def load(rate: float, num_requests: int, seed: int) -> tuple[PlannedRequest, ...]:
     wanted = Synthetic(num_requests, Lengths(ISL // SCALE, ISL // SCALE), Lengths(OSL, OSL), seed)
-    return synthetic(wanted, poisson(num_requests, rate, seed))
+    # The times that goodput_search.py draws.
+    dice = random.Random(seed)
+    return synthetic(wanted, tuple(accumulate(dice.expovariate(rate) for _ in range(num_requests))))
 
 
 async def curve(system: System, target: Target, options: argparse.Namespace) -> list[Report]:

@@ -42,7 +42,8 @@ class Load:
 
     def requests(self) -> tuple[PlannedRequest, ...]:
         """The requests of the process. The same seed has the same ones."""
-        chooser, at, times = random.Random(self.seed), 0.0, []
+        # Dice of their own, as in `poisson`: lengths must not follow from gaps.
+        chooser, at, times = random.Random(f"{self.seed}/arrivals"), 0.0, []
         while (at := at + chooser.expovariate(self.rate)) < self.duration_s:
             times.append(at)
         if not times:

@@ -113,7 +113,8 @@ def poisson(num_requests: int, rate: float, seed: int) -> tuple[float, ...]:
         raise ConfigurationError("the rate must be positive", found=str(rate), expected="requests/s, or inf")
     if math.isinf(rate):
         return (0.0,) * num_requests
-    chooser, at, times = random.Random(seed), 0.0, []
+    # Dice of their own: with those of the lengths, a short gap would have a short prompt.
+    chooser, at, times = random.Random(f"{seed}/arrivals"), 0.0, []
     for _ in range(num_requests):
         at += chooser.expovariate(1.0)
         times.append(at / rate)
