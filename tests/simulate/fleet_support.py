@@ -10,6 +10,7 @@ from kvferry.bench.report.slo import Slo
 from kvferry.router.policy.records import Instance, RequestCost, Role
 from kvferry.simulate.costs import CacheSize, EngineCosts
 from kvferry.simulate.fleet.engine import Engine
+from kvferry.simulate.fleet.network import Network
 from kvferry.simulate.fleet.work import Watcher, Work
 from kvferry.simulate.incidents import HotPrefix, incident_named, of_kind
 from kvferry.simulate.load import Arrival, Load, arrivals_of
@@ -30,7 +31,14 @@ def setting(fleet=None, duration_s=100.0, incidents=(), **changes):
 
 
 def arrival(at_s, prompt_tokens=800, output_tokens=10, prefixes=()):
-    return Arrival(at_s, RequestCost(prompt_tokens, output_tokens, prefixes, 256 if prefixes else 0))
+    cost = RequestCost(prompt_tokens, output_tokens, prefixes, 256 if prefixes else 0)
+    return Arrival(at_s, cost, prefixes)
+
+
+def transfer_s(num_tokens):
+    """The time of a transfer alone."""
+    network = Network(simpy.Environment(), WIRES.cache, WIRES.link_bytes_per_s, (1e12,))
+    return WIRES.cache.num_bytes(num_tokens) / WIRES.link_bytes_per_s + network.overhead_s(num_tokens)
 
 
 def run(given, rate=0.0, lengths=((400, 1200), (10, 60)), seed=0):

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
-from fleet_support import SEQUENCE_S, SLO, STEP_S, TOKEN_S, WIRES, arrival, run, setting
+from fleet_support import SEQUENCE_S, SLO, STEP_S, TOKEN_S, WIRES, arrival, run, setting, transfer_s
 
 from kvferry.bench.load.workload import Lengths, Piece, PlannedRequest, Prompt
 from kvferry.bench.report.slo import ItlBy, Slo
@@ -13,7 +13,6 @@ from kvferry.errors import ConfigurationError
 from kvferry.router.config import PrefillFallback
 from kvferry.router.fleet.prefill_speed import Mean
 from kvferry.router.policy.records import Limits, NoInstance, Overloaded
-from kvferry.simulate.fleet.network import Network
 from kvferry.simulate.incidents import FORMS, HotPrefix, incident_named, of_kind
 from kvferry.simulate.load import PREFIX_TOKENS, Load, arrivals_of
 from kvferry.simulate.outcome import Outcome
@@ -23,13 +22,6 @@ from kvferry.simulate.simulation import simulate
 from kvferry.simulate.summary import report_of
 
 FLEET = Fleet(4, 8, per_rack=4)
-
-
-def transfer_s(num_tokens):
-    import simpy
-
-    wires = Network(simpy.Environment(), WIRES.cache, WIRES.link_bytes_per_s, (1e12,))
-    return WIRES.cache.num_bytes(num_tokens) / WIRES.link_bytes_per_s + wires.overhead_s(num_tokens)
 
 
 def test_a_request_in_an_idle_fleet_takes_the_sum_of_its_parts():
@@ -220,7 +212,7 @@ def test_a_single_engine_has_no_ratio():
 def test_names_of_beginnings_are_equal_as_far_as_prompts_are():
     def names(*pieces):
         planned = PlannedRequest(0.0, Prompt(tuple(Piece(*piece) for piece in pieces)), 1)
-        return arrivals_of([planned], (), 0)[0].cost.prefixes
+        return arrivals_of([planned], (), 0)[0].names
 
     first, second = names(("a", 600), ("b", 600)), names(("a", 600), ("c", 600))
     assert len(first) == 1200 // PREFIX_TOKENS

@@ -11,11 +11,11 @@ from hashlib import blake2b
 from kvferry.bench.load.workload import Lengths, Piece, PlannedRequest, Prompt, Synthetic, synthetic
 from kvferry.errors import ConfigurationError
 from kvferry.router.policy.records import RequestCost
+from kvferry.router.request.prompt_cost import BYTES_PER_TOKEN, MAX_PREFIXES, PREFIX_BYTES
 from kvferry.simulate.incidents import HotPrefix
 
-# The router names beginnings of a text prompt: one for each KiB, at most so many (router/request/prompt_cost.py).
-PREFIX_TOKENS = 256
-MAX_PREFIXES = 64
+# The router names beginnings of a text prompt: one for each KiB.
+PREFIX_TOKENS = PREFIX_BYTES // BYTES_PER_TOKEN
 MAX_REQUESTS = 10_000_000
 
 
@@ -58,10 +58,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as the router sees it, and when."""
+    """A request as the router sees it, and when. `names` are those of all beginnings of its prompt, for engines, which
+    cache all of it: the router's estimate has the first ones."""
 
     at_s: float
     cost: RequestCost
+    names: tuple[int, ...] = ()
 
     @property
     def output_tokens(self) -> int:
@@ -80,8 +82,9 @@ def _arrival(each: PlannedRequest, hot: tuple[HotPrefix, ...], chooser: random.R
         if incident.begins_s <= each.at_s < incident.ends_s and drawn < incident.share:
             prompt = _beginning(prompt, incident)
             break
-    tokens = prompt.num_tokens
-    return Arrival(each.at_s, RequestCost(tokens, each.output_tokens, _names(prompt), PREFIX_TOKENS))
+    names = _names(prompt)
+    cost = RequestCost(prompt.num_tokens, each.output_tokens, names[:MAX_PREFIXES], PREFIX_TOKENS)
+    return Arrival(each.at_s, cost, names)
 
 
 def _beginning(prompt: Prompt, incident: HotPrefix) -> Prompt:
@@ -93,13 +96,11 @@ def _beginning(prompt: Prompt, incident: HotPrefix) -> Prompt:
 
 def _names(prompt: Prompt) -> tuple[int, ...]:
     """A name for every `PREFIX_TOKENS` tokens. Prompts that are equal up to there have equal names."""
-    names, text = [], ""
-    number = min(prompt.num_tokens // PREFIX_TOKENS, MAX_PREFIXES)
-    pieces, ends = iter(prompt.pieces), 0
-    for name in range(number):
-        while ends < (name + 1) * PREFIX_TOKENS:
-            piece = next(pieces)
-            text, ends = f"{text}/{piece.name}", ends + piece.num_tokens
-        digest = blake2b(f"{text} {name}".encode(), digest_size=8).digest()
-        names.append(int.from_bytes(digest))
+    names, ends, pieces = list[int](), 0, blake2b(digest_size=8)
+    for piece in prompt.pieces:
+        pieces.update(f"/{piece.name}".encode())
+        ends += piece.num_tokens
+        # One digest for all names that end in this piece: a prompt of a million tokens has thousands.
+        first = int.from_bytes(pieces.digest())
+        names.extend(range(first + len(names), first + ends // PREFIX_TOKENS))
     return tuple(names)

@@ -31,7 +31,7 @@ class Upstream:
         self.engine, self.event, self._number = engine, env.event(), next(engine.serials)
         self.headers: Headers = []
         self._keeps = False
-        self._env, self._cost, self._epoch = env, arrival.cost, engine.epoch
+        self._env, self._cost, self._names, self._epoch = env, arrival.cost, arrival.names, engine.epoch
         self._watcher = Watcher(self._first, lambda: self._hear(Ended()), lambda: self._fail(RESET), progress)
         self._work = Work(0, 0, 0, self._watcher)
 
@@ -73,7 +73,7 @@ class Upstream:
         """Fetch the cache that the prefill has left, then write the answer. If that cache is gone, the prompt is
         computed here, when that has been noticed."""
         source = prefill.engine
-        missing = self._cost.prompt_tokens - self.engine.num_cached(self._cost.prefixes) * PREFIX_TOKENS
+        missing = self._cost.prompt_tokens - self.engine.num_cached(self._names) * PREFIX_TOKENS
 
         def arrived() -> None:
             if prefill.is_kept:
@@ -111,13 +111,13 @@ class Upstream:
         self.engine.begin(self._work)
 
     def _keep(self) -> None:
-        self.engine.remember(self._cost.prefixes)
+        self.engine.remember(self._names)
         self.engine.keep()
         self._keeps = True
         self._hear(Answered(200, REFERENCE))
 
     def _first(self) -> None:
-        self.engine.remember(self._cost.prefixes)
+        self.engine.remember(self._names)
         self._hear(Opened(can_append=True))
         self.event = self._env.event()
 
@@ -131,7 +131,7 @@ class Upstream:
 
     def _uncached(self) -> int:
         """Tokens of the prompt that it has to compute: the last one in any case."""
-        return max(self._cost.prompt_tokens - self.engine.num_cached(self._cost.prefixes) * PREFIX_TOKENS, 1)
+        return max(self._cost.prompt_tokens - self.engine.num_cached(self._names) * PREFIX_TOKENS, 1)
 
     def _after(self, seconds: float, then: Callable[[], None]) -> None:
         self._env.timeout(seconds).callbacks.append(lambda _: then())
