@@ -81,6 +81,20 @@ def test_the_table_names_the_incidents_and_what_is_the_scarcest():
     assert logging.getLogger("kvferry.router").level == logging.NOTSET
 
 
+def test_an_incident_before_which_nothing_ended_is_compared_with_nothing():
+    (incident,) = facts("--incident", "rack 1 dies from 1 to 8")["incidents"]
+    assert incident["before"]["requests"] == 0
+    assert (incident["compared"], incident["recovery_s"]) == (False, None)
+    shown = simulate("--incident", "rack 1 dies from 1 to 8").stdout
+    assert "1: rack 1 dies from 1 to 8: no request that counts ended before it: nothing to compare with" in shown
+
+
+def test_an_incident_that_is_not_over_at_the_end_is_compared():
+    (incident,) = facts("--decode", "1", "--incident", "rack 0 dies at 8")["incidents"]
+    assert (incident["compared"], incident["recovery_s"]) == (True, None)
+    assert "not back to normal at the end" in simulate("--decode", "1", "--incident", "rack 0 dies at 8").stdout
+
+
 def test_the_ratio_that_is_found_is_among_those_that_were_tried():
     found = facts("--find-ratio")
     numbers = [row["num_prefill"] for row in found["tried"]]

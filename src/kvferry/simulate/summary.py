@@ -29,14 +29,15 @@ class Resource:
 @dataclass(frozen=True, slots=True)
 class Course:
     """The figures before an incident, until it is over and everything is as before, and after that. `recovery_s` is
-    how long that took from its beginning: 0 where nothing was ever worse, infinite where the end was still worse."""
+    how long that took from its beginning: 0 where nothing was ever worse, infinite where the end was still worse, None
+    where no request that counts had ended before it: there is nothing to compare with."""
 
     incident: Incident
     ends_s: float
     before: Figures
     during: Figures
     after: Figures
-    recovery_s: float
+    recovery_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,7 @@ def _course(result: Result, incident: Incident, around: tuple[float, float, floa
     slo, outcomes = result.setting.slo, result.outcomes
     first_s, begins_s, last_s = around
     before = figures_of([each for each in outcomes if each.ended_s < begins_s], slo, first_s, begins_s)
-    windows = _windows(outcomes, result, begins_s, last_s)
-    worse = [window for window in windows if window.num_requests and window.good_share < before.good_share - TOLERANCE]
-    recovery_s = max((window.ends_s for window in worse), default=begins_s) - begins_s
-    if worse and worse[-1] is windows[-1]:
-        recovery_s = math.inf
+    recovery_s = _recovery_s(before, _windows(outcomes, result, begins_s, last_s))
     ends_s = result.ended.get(incident, incident.ends_s)
     over_s = _over_s(incident, ends_s, recovery_s, last_s)
     met = [each for each in outcomes if begins_s <= each.ended_s and first_s <= each.arrived_s < over_s]
@@ -106,11 +103,22 @@ def _course(result: Result, incident: Incident, around: tuple[float, float, floa
     return Course(incident, ends_s, before, during, figures_of(outcomes, slo, over_s, last_s), recovery_s)
 
 
-def _over_s(incident: Incident, ends_s: float, recovery_s: float, last_s: float) -> float:
-    """When an incident is over and all is as before. One for good is over when requests do not suffer any more."""
+def _recovery_s(before: Figures, windows: Sequence[Figures]) -> float | None:
+    """How long it took until all windows were as good as before; None where no request came before."""
+    if not before.num_requests:
+        return None
+    worse = [window for window in windows if window.num_requests and window.good_share < before.good_share - TOLERANCE]
+    if worse and worse[-1] is windows[-1]:
+        return math.inf
+    return worse[-1].ends_s - windows[0].begins_s if worse else 0.0
+
+
+def _over_s(incident: Incident, ends_s: float, recovery_s: float | None, last_s: float) -> float:
+    """When an incident is over and all is as before. One for good is over when requests do not suffer any more; where
+    they never did, or nobody can tell, it lasts."""
     has_end = math.isfinite(ends_s) or isinstance(incident, Rollout)
     begins_s = ends_s if not has_end and not recovery_s else incident.begins_s
-    return min(max(begins_s + recovery_s, ends_s if has_end else 0.0), last_s)
+    return min(max(begins_s + (recovery_s or 0.0), ends_s if has_end else 0.0), last_s)
 
 
 def _windows(outcomes: Sequence[Outcome], result: Result, begins_s: float, ends_s: float) -> list[Figures]:

@@ -91,12 +91,13 @@ def _times(name: str, of: Summary) -> dict[str, float]:
 
 
 def _course(course: Course) -> dict[str, Any]:
-    """null for what has no end, or was not seen."""
+    """null for what has no end, or was not seen, or, where it was not `compared`, cannot be told."""
     return {
         "words": course.incident.words,
         "begins_s": course.incident.begins_s,
         "ends_s": _finite(course.ends_s),
-        "recovery_s": _finite(course.recovery_s),
+        "compared": course.recovery_s is not None,
+        "recovery_s": None if course.recovery_s is None else _finite(course.recovery_s),
         "before": _figures(course.before),
         "during": _figures(course.during),
         "after": _figures(course.after),

@@ -71,6 +71,8 @@ def lines_of(facts: Facts) -> list[str]:
 
 def recovery_words(incident: Facts) -> str:
     """How long until everything was as before."""
+    if not incident["compared"]:
+        return "no request that counts ended before it: nothing to compare with"
     if incident["recovery_s"] is None:
         return "not back to normal at the end"
     if not incident["recovery_s"]:
