@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.catalog import Options, read
+from kvferry.catalog import Options, names, read
 from kvferry.cli.main import app
 from kvferry.cli.simulate.fleet import _size_of
 
@@ -132,6 +132,13 @@ def test_a_model_has_the_bytes_that_its_plan_has():
     size = _size_of(windowed)
     assert size.bytes_per_token == windowed.lasting_bytes_per_token
     assert size.fixed_bytes == 1024 * (windowed.bytes_per_token - windowed.lasting_bytes_per_token)
+
+
+@pytest.mark.parametrize("model", names())
+def test_a_fleet_of_any_shipped_model_can_be_simulated(model):
+    found = facts("--model", model, "--duration", "3", "--warm-up", "0")
+    assert found["figures"]["requests"] > 0
+    assert found["wires"]["cache"]["bytes_per_token"] + found["wires"]["cache"]["fixed_bytes"] > 0
 
 
 def test_a_page_shows_the_run_and_needs_nothing_else(tmp_path):

@@ -1,5 +1,7 @@
 """Links: who waits for whom, and what a slower link changes in the middle of a transfer."""
 
+import math
+
 import pytest
 import simpy
 
@@ -74,6 +76,15 @@ def test_a_link_that_slows_down_in_the_middle_and_recovers():
     assert ended == [pytest.approx(0.01 + 0.01 + 0.009 + wires.overhead_s(2000))]
 
 
-def test_a_token_without_bytes_is_refused():
+@pytest.mark.parametrize("words", [(0.0, 0), (-1.0, 10), (10.0, -1), (math.nan, 10), (math.nan, 0)])
+def test_a_cache_without_bytes_is_refused(words):
     with pytest.raises(ConfigurationError):
-        CacheSize(0.0)
+        CacheSize(*words)
+
+
+def test_a_cache_of_fixed_size_takes_as_long_for_any_prompt():
+    env = simpy.Environment()
+    wires = Network(env, CacheSize(0.0, 10_000_000, rows_per_block=0), LINK, (LINK,))
+    ended = [end_of(env, wires.move(A, B, 2000)), end_of(env, wires.move(("c", 0), ("d", 0), 4000))]
+    env.run()
+    assert ended == [[pytest.approx(0.001 + wires.overhead_s(2000))]] * 2

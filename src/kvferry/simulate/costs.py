@@ -61,7 +61,8 @@ class EngineCosts:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """What is kept of a request: bytes for each token and of fixed size, in so many rows per block of a prompt."""
+    """What is kept of a request: bytes for each token and of fixed size, in so many rows per block of a prompt. One of
+    both may be 0: a model whose layers all have windows keeps nothing for each token."""
 
     bytes_per_token: float
     fixed_bytes: int = 0
@@ -69,9 +70,11 @@ class CacheSize:
     block_tokens: int = 16
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_token > 0 or self.fixed_bytes < 0:
+        if not self.bytes_per_token >= 0 or self.fixed_bytes < 0 or not self.bytes_per_token + self.fixed_bytes > 0:
             raise ConfigurationError(
-                "a token must have bytes in the cache", found=f"{self.bytes_per_token:g}", expected="above 0"
+                "a cache must have bytes",
+                found=f"{self.bytes_per_token:g} per token, {self.fixed_bytes} of fixed size",
+                expected="none below 0, and one above",
             )
 
     def num_bytes(self, num_tokens: int) -> int:
