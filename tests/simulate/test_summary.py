@@ -1,10 +1,13 @@
 """What a report says of incidents, and of what is busy."""
 
 import math
+from dataclasses import replace
 
-from fleet_support import run, setting
+import pytest
+from fleet_support import WIRES, arrival, run, setting
 
 from kvferry.simulate.settings import Fleet, Times
+from kvferry.simulate.simulation import simulate
 from kvferry.simulate.summary import report_of
 
 FLEET = Fleet(4, 8, per_rack=4)
@@ -29,3 +32,27 @@ def test_an_incident_within_one_that_is_not_over_has_nothing_to_be_compared_with
     assert within.before.num_requests == 0
     assert within.recovery_s is None
     assert within.during.ends_s == 60.0
+
+
+@pytest.mark.parametrize("duration_s", [1.0, 2.1, 3.3, 20.0, 23.7, 60.0, 119.9])
+def test_a_run_is_looked_at_as_often_whatever_its_length(duration_s):
+    result = run(setting(FLEET, duration_s), rate=40.0)
+    assert [each.at_s for each in result.samples] == [duration_s * number / 120 for number in range(1, 121)]
+    assert 0 < result.busiest_uplink <= 1
+    assert 0 < result.busiest_link <= 1
+
+
+def test_links_are_busy_in_the_time_that_counts():
+    """Ten caches of 80 MB take 80 ms of an empty link: eight in the warm-up, and two after it."""
+    given = setting(Fleet(1, 1, per_rack=1), 20.0, times=Times(warm_up_s=10.0))
+    arrivals = [arrival(float(at)) for at in (1, 2, 3, 4, 5, 6, 7, 8, 14, 16)]
+    result = simulate(replace(given, wires=replace(WIRES, link_bytes_per_s=1e9)), arrivals)
+    assert result.busiest_link == pytest.approx(2 * 0.08 / 10.0)
+    assert result.busiest_uplink == pytest.approx(2 * 0.08 / 10.0)
+
+
+def test_links_that_are_busy_after_the_end_are_not_busier_than_all_the_time():
+    wires = replace(WIRES, link_bytes_per_s=1e7)
+    result = simulate(setting(Fleet(1, 1, per_rack=1), 5.0, wires=wires), [arrival(0.0), arrival(0.0)])
+    assert max(outcome.first_s for outcome in result.outcomes) > 10.0
+    assert 0.9 < result.busiest_link <= 1.0

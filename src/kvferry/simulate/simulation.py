@@ -11,6 +11,7 @@ import simpy
 
 from kvferry.router.policy.records import Role
 from kvferry.simulate.fleet.hardware import Hardware
+from kvferry.simulate.fleet.network import Link
 from kvferry.simulate.incidents import Incident
 from kvferry.simulate.load import Arrival
 from kvferry.simulate.outcome import Outcome
@@ -42,8 +43,8 @@ class Sample:
 @dataclass(slots=True)
 class Result:
     """What a run has found. `ended` says when incidents were over that have no end of their own. `busiest_link` and
-    `busiest_uplink` are the shares of the run in which the busiest ones carried something. `cpu_s` is a processor's
-    time, of which `choice_s` were the router's choices."""
+    `busiest_uplink` are the shares of the time that counts in which the busiest ones carried something. `cpu_s` is a
+    processor's time, of which `choice_s` were the router's choices."""
 
     setting: Setting
     outcomes: list[Outcome] = field(default_factory=list)
@@ -62,8 +63,7 @@ def simulate(setting: Setting, arrivals: Sequence[Arrival]) -> Result:
     hardware = Hardware(env, setting)
     membership = Membership(env, setting, hardware)
     result = Result(setting)
-    sampler = _Sampler(env, hardware, setting.duration_s / NUM_SAMPLES, result.samples)
-    env.process(sampler.run(setting.duration_s, result))
+    looking = [env.process(_Sampler(env, hardware, result).run()), env.process(_links_used(env, hardware, result))]
     open_requests: list[simpy.Event] = []
 
     def arriving() -> Process:
@@ -75,7 +75,8 @@ def simulate(setting: Setting, arrivals: Sequence[Arrival]) -> Result:
             open_requests.append(env.process(conversation.run(arrival, outcome)))
         rest = env.all_of([each for each in open_requests if not each.processed])
         yield rest | env.timeout(GRACE_S)
-        yield env.timeout(max(setting.duration_s - env.now, 0.0))
+        # They end when the time is over: not before the last look at it.
+        yield env.all_of(looking)
 
     env.run(env.process(arriving()))
     result.ended = hardware.ended
@@ -84,30 +85,49 @@ def simulate(setting: Setting, arrivals: Sequence[Arrival]) -> Result:
     return result
 
 
+def _until(env: simpy.Environment, at_s: float) -> simpy.Event:
+    """The event that this time has come."""
+    return env.timeout(max(at_s - env.now, 0.0))
+
+
+def _links_used(env: simpy.Environment, hardware: Hardware, result: Result) -> Process:
+    """Look at the links when the time that counts begins, and when it ends."""
+    network, begins_s, ends_s = hardware.network, result.setting.times.warm_up_s, result.setting.duration_s
+    yield _until(env, begins_s)
+    before_s = {link: link.busy_s for link in (*network.links, *network.uplinks)}
+    yield _until(env, ends_s)
+
+    def busiest(links: Sequence[Link]) -> float:
+        shares = [(link.busy_s - before_s.get(link, 0.0)) / (ends_s - begins_s) for link in links]
+        return max(shares, default=0.0)
+
+    result.busiest_link, result.busiest_uplink = busiest(network.links), busiest(network.uplinks)
+
+
 class _Sampler:
     """Looks at the fleet at equal times."""
 
-    def __init__(self, env: simpy.Environment, hardware: Hardware, pause_s: float, samples: list[Sample]) -> None:
-        self._env, self._hardware, self._pause_s, self._samples = env, hardware, pause_s, samples
+    def __init__(self, env: simpy.Environment, hardware: Hardware, result: Result) -> None:
+        self._env, self._hardware, self._samples = env, hardware, result.samples
+        self._duration_s = result.setting.duration_s
         self._before: dict[object, float] = {}
 
-    def run(self, until_s: float, result: Result) -> Process:
-        while self._env.now < until_s - self._pause_s / 2:
-            yield self._env.timeout(self._pause_s)
-            self._samples.append(self._sample())
-        network = self._hardware.network
-        result.busiest_link = max((link.busy_s for link in network.links), default=0.0) / until_s
-        result.busiest_uplink = max(link.busy_s for link in (*network.upwards, *network.downwards)) / until_s
+    def run(self) -> Process:
+        for number in range(1, NUM_SAMPLES + 1):
+            # No sum of pauses, which would not end when the run does.
+            at_s = self._duration_s * number / NUM_SAMPLES
+            yield _until(self._env, at_s)
+            self._samples.append(self._sample(at_s))
 
-    def _sample(self) -> Sample:
+    def _sample(self, at_s: float) -> Sample:
         hardware, network = self._hardware, self._hardware.network
         prefill, decode = hardware.of_role(Role.PREFILL), hardware.of_role(Role.DECODE)
         return Sample(
-            at_s=float(self._env.now),
+            at_s=at_s,
             busy_prefill=_mean([self._busy(engine) for engine in prefill]),
             busy_decode=_mean([self._busy(engine) for engine in decode]),
             used_decode=_mean([engine.used_share for engine in decode]),
-            busy_uplink=max([self._busy(link) for link in (*network.upwards, *network.downwards)]),
+            busy_uplink=max([self._busy(link) for link in network.uplinks]),
             num_waiting_prefill=sum(engine.num_waiting for engine in prefill),
             num_waiting_decode=sum(engine.num_waiting for engine in decode),
             num_answers=sum(engine.num_answers for engine in decode),
@@ -117,7 +137,7 @@ class _Sampler:
         """Which part of the time since the sample before it was busy."""
         busy_s = thing.busy_s
         before_s, self._before[thing] = self._before.get(thing, 0.0), busy_s
-        return float((busy_s - before_s) / self._pause_s)
+        return float((busy_s - before_s) * NUM_SAMPLES / self._duration_s)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -78,6 +78,11 @@ class Network:
         """The links of engines that have moved something."""
         return tuple(self._links.values())
 
+    @property
+    def uplinks(self) -> tuple[Link, ...]:
+        """Both directions of the uplinks of all racks."""
+        return (*self.upwards, *self.downwards)
+
     def link_of(self, owner: object) -> Link:
         """The own link of an engine."""
         if owner not in self._links:
