@@ -1,6 +1,7 @@
 """A fleet: every request ends once, the same seed has the same run, and each kind of incident does what it says."""
 
 import math
+from collections import Counter
 from dataclasses import asdict, replace
 
 import pytest
@@ -232,6 +233,16 @@ def test_a_hot_prefix_is_in_as_many_prompts_as_it_says():
     assert [each.cost.prompt_tokens for each in arrivals] == [each.prompt.num_tokens for each in planned]
 
 
+def test_hot_prefixes_at_one_time_are_each_in_as_many_prompts_as_they_say():
+    texts = "hot prefix 40% of 512 tokens from 0", "hot prefix 30% of 512 tokens from 0"
+    planned = Load(50.0, 100.0, Lengths(600, 900), Lengths(5, 5)).requests()
+    first = [each.names[0] for each in arrivals_of(planned, of_kind(map(incident_named, texts), HotPrefix), 0)]
+    (_, most), (_, second), (_, other) = Counter(first).most_common(3)
+    assert most / len(first) == pytest.approx(0.4, abs=0.03)
+    assert second / len(first) == pytest.approx(0.3, abs=0.03)
+    assert other == 1
+
+
 @pytest.mark.parametrize("text", FORMS)
 def test_every_form_of_an_incident_is_understood(text):
     assert incident_named(f"  {text} ").words == text
@@ -264,6 +275,43 @@ def test_an_incident_that_does_not_fit_the_fleet_is_refused(text):
     with pytest.raises(ConfigurationError) as refused:
         setting(FLEET, 100.0, (text,))
     assert refused.value.found == text
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("rack 1 dies from 20 to 40", "rack 1 dies from 30 to 50"),
+        ("rack 1 dies from 30 to 50", "rack 1 dies from 20 to 40"),
+        ("rack 1 dies at 20", "rack 1 dies from 50 to 60"),
+        ("link of rack 2 at 10% from 20 to 60", "link of rack 2 at 1% from 30 to 40"),
+        ("hot prefix 60% from 20 to 60", "hot prefix 30% from 20", "hot prefix 20% from 50"),
+    ],
+)
+def test_incidents_that_would_undo_each_other_are_refused(texts):
+    with pytest.raises(ConfigurationError) as refused:
+        setting(FLEET, 100.0, texts)
+    assert texts[0] in refused.value.found
+    assert texts[-1] in refused.value.found
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("rack 1 dies from 20 to 40", "rack 0 dies from 30 to 50"),
+        ("rack 1 dies from 20 to 40", "link of rack 1 at 10% from 20 to 40"),
+        ("rack 1 dies from 20 to 40", "rack 1 dies from 40 to 50"),
+        ("hot prefix 60% from 20 to 60", "hot prefix 40% from 20", "hot prefix 60% from 60"),
+        ("rollout from 20", "rollout from 50"),
+    ],
+)
+def test_other_incidents_may_be_at_one_time(texts):
+    assert [incident.words for incident in setting(FLEET, 100.0, texts).incidents] == list(texts)
+
+
+def test_a_slow_uplink_in_a_fleet_of_one_rack_is_refused():
+    with pytest.raises(ConfigurationError) as refused:
+        setting(Fleet(1, 1), 100.0, ("link of rack 0 at 10% from 1 to 2",))
+    assert "two racks" in refused.value.expected
 
 
 @pytest.mark.parametrize("words", [(-1, 4), (1, 0), (1, 1, 0), (15_000, 15_000)])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TypeVar
 
 from kvferry.errors import ConfigurationError
@@ -56,7 +57,7 @@ class Rollout(Incident):
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix(Incident):
-    """`share` of the prompts begin with the same `num_tokens` tokens."""
+    """`share` of the prompts begin with the same `num_tokens` tokens. Several at one time have different ones."""
 
     share: float
     num_tokens: int
@@ -77,15 +78,45 @@ def incident_named(text: str) -> Incident:
     raise ConfigurationError("unknown incident", found=text, expected="; ".join(FORMS))
 
 
-def check(incidents: Iterable[Incident], num_racks: int, duration_s: float) -> None:
-    """Raises ConfigurationError for a rack that is not there, and for what happens after the end."""
+def check(incidents: Sequence[Incident], num_racks: int, duration_s: float) -> None:
+    """Raises ConfigurationError for a rack or an uplink that is not there, for what happens after the end, and for
+    incidents at one time of which one would undo the other."""
     for incident in incidents:
         if isinstance(incident, RackDies | SlowLink) and incident.rack >= num_racks:
             expected = f"a rack from 0 to {num_racks - 1}"
             raise ConfigurationError("the fleet does not have this rack", found=incident.words, expected=expected)
+        if isinstance(incident, SlowLink) and num_racks == 1:
+            what, expected = "a fleet of one rack uses no uplink", "a fleet of two racks or more"
+            raise ConfigurationError(what, found=incident.words, expected=expected, hint="such as --per-rack 8")
         if incident.begins_s >= duration_s:
             expected = f"a time before {duration_s:g} s, when the last request comes"
             raise ConfigurationError("an incident comes too late", found=incident.words, expected=expected)
+    _check_apart(of_kind(incidents, RackDies))
+    _check_apart(of_kind(incidents, SlowLink))
+    _check_shares(of_kind(incidents, HotPrefix))
+
+
+def _check_apart(incidents: Sequence[RackDies | SlowLink]) -> None:
+    """Raises ConfigurationError where the end of one would be in the middle of another one."""
+    for one, other in combinations(incidents, 2):
+        if one.rack == other.rack and one.begins_s < other.ends_s and other.begins_s < one.ends_s:
+            raise ConfigurationError(
+                "a rack has two incidents of one kind at a time",
+                found=f"{one.words}; {other.words}",
+                expected="the end of one before the beginning of the other",
+            )
+
+
+def _check_shares(incidents: Sequence[HotPrefix]) -> None:
+    """Raises ConfigurationError where more than all prompts would have a hot beginning."""
+    for latest in incidents:
+        at_once = [each for each in incidents if each.begins_s <= latest.begins_s < each.ends_s]
+        if sum(each.share for each in at_once) > 1 + 1e-9:
+            raise ConfigurationError(
+                "a prompt cannot have two beginnings",
+                found="; ".join(each.words for each in at_once),
+                expected="at most 100% in all at one time",
+            )
 
 
 def of_kind(incidents: Iterable[Incident], kind: type[Kind]) -> tuple[Kind, ...]:

@@ -78,18 +78,20 @@ def arrivals_of(planned: Sequence[PlannedRequest], hot: Iterable[HotPrefix], see
 
 def _arrival(each: PlannedRequest, hot: tuple[HotPrefix, ...], chooser: random.Random) -> Arrival:
     prompt, drawn = each.prompt, chooser.random()
-    for incident in hot:
-        if incident.begins_s <= each.at_s < incident.ends_s and drawn < incident.share:
-            prompt = _beginning(prompt, incident)
-            break
+    for number, incident in enumerate(hot):
+        if incident.begins_s <= each.at_s < incident.ends_s:
+            if 0 <= drawn < incident.share:
+                prompt = _beginning(prompt, f"hot/{number}", incident.num_tokens)
+            # Each has its own part of the draws: a prompt has the beginning of one of them.
+            drawn -= incident.share
     names = _names(prompt)
     cost = RequestCost(prompt.num_tokens, each.output_tokens, names[:MAX_PREFIXES], PREFIX_TOKENS)
     return Arrival(each.at_s, cost, names)
 
 
-def _beginning(prompt: Prompt, incident: HotPrefix) -> Prompt:
-    """The prompt with a hot beginning. Its length stays as it is."""
-    hot = Piece(f"hot/{incident.begins_s}", min(incident.num_tokens, prompt.num_tokens))
+def _beginning(prompt: Prompt, name: str, num_tokens: int) -> Prompt:
+    """The prompt with a hot beginning of this name. Its length stays as it is."""
+    hot = Piece(name, min(num_tokens, prompt.num_tokens))
     rest = Piece(f"{prompt.pieces[-1].name}/rest", prompt.num_tokens - hot.num_tokens)
     return Prompt((hot, rest) if rest.num_tokens else (hot,))
 

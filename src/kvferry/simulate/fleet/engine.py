@@ -34,11 +34,11 @@ class Steps:
 
 class Engine:
     """Belongs to one environment. A step longer than `slow_s` counts as slow for each answer in it. `position` is where
-    the engine stands among those of its role, from 0 to 1."""
+    the engine stands among those of its role, from 0 to 1. `num_stops` says how often it was stopped."""
 
     def __init__(self, env: simpy.Environment, instance: Instance, costs: EngineCosts, slow_s: float) -> None:
         self.instance, self.position, self.rack = instance, 0.0, 0
-        self.state, self.epoch = EngineState.READY, 1
+        self.state, self.epoch, self.num_stops = EngineState.READY, 1, 0
         self._busy_s = 0.0
         self._env, self._costs, self._slow_s = env, costs, slow_s
         self._prompts: deque[Work] = deque()
@@ -107,7 +107,7 @@ class Engine:
         for works in (self._prompts, self._waiting, self._answers, self._joined):
             works.clear()
         self.state, self._context_tokens, self._steps, self._event = state, 0, None, None
-        self._num_kept = 0
+        self.num_stops, self._num_kept = self.num_stops + 1, 0
         self._cached.forget(self.instance)
         self._tell_idle()
         return lost

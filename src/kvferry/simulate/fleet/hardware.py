@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import simpy
@@ -11,7 +11,7 @@ import simpy
 from kvferry.router.policy.records import Instance, Role
 from kvferry.simulate.fleet.engine import Engine
 from kvferry.simulate.fleet.network import Network
-from kvferry.simulate.fleet.work import EngineState
+from kvferry.simulate.fleet.work import EngineState, Work
 from kvferry.simulate.incidents import Incident, RackDies, Rollout, SlowLink
 from kvferry.simulate.settings import Setting
 
@@ -31,6 +31,9 @@ class Hardware:
         self.network = Network(env, wires.cache, wires.link_bytes_per_s, rates)
         self.ended: dict[Incident, float] = {}
         self._env, self._times = env, setting.times
+        # By rack, work of hosts that say nothing; by kind and rack, the incident that began last.
+        self._lost: list[list[Work]] = [[] for _ in self.racks]
+        self._latest: dict[tuple[type[Incident], int], Incident] = {}
         for incident in setting.incidents:
             env.process(self._happens(incident))
 
@@ -49,26 +52,34 @@ class Hardware:
                 self.ended[incident] = self._env.now
 
     def _die(self, incident: RackDies) -> Process:
-        lost = [work for engine in self.racks[incident.rack] for work in engine.stop(EngineState.SILENT)]
-        if incident.ends_s < math.inf:
-            yield self._env.timeout(incident.ends_s - incident.begins_s)
+        engines, lost = self.racks[incident.rack], self._lost[incident.rack]
+        for engine in engines:
+            lost.extend(engine.stop(EngineState.SILENT))
+        if (yield from self._ends(incident)):
             # Hosts that are back refuse connections until their engines have started.
-            for engine in self.racks[incident.rack]:
+            for engine in engines:
                 engine.state = EngineState.STOPPED
             for work in lost:
                 work.watcher.lost()
-            yield self._env.timeout(self._times.start_up_s)
-            for engine in self.racks[incident.rack]:
-                engine.start()
+            lost.clear()
+            yield from self._start(engines)
 
     def _slow(self, incident: SlowLink) -> Process:
         links = self.network.upwards[incident.rack], self.network.downwards[incident.rack]
         for link in links:
             link.set_share(incident.share)
-        if incident.ends_s < math.inf:
-            yield self._env.timeout(incident.ends_s - incident.begins_s)
+        if (yield from self._ends(incident)):
             for link in links:
                 link.set_share(1.0)
+
+    def _ends(self, incident: RackDies | SlowLink) -> Generator[simpy.Event, Any, bool]:
+        """Wait for the end. Return whether all is as before then: not where the next one of its kind has begun there."""
+        place = type(incident), incident.rack
+        self._latest[place] = incident
+        if math.isinf(incident.ends_s):
+            return False
+        yield self._env.timeout(incident.ends_s - incident.begins_s)
+        return self._latest[place] is incident
 
     def _roll_out(self, incident: Rollout) -> Process:
         # Both roles side by side.
@@ -92,8 +103,15 @@ class Hardware:
             return
         for work in engine.stop(EngineState.STOPPED):
             work.watcher.lost()
+        yield from self._start([engine])
+
+    def _start(self, engines: Sequence[Engine]) -> Process:
+        """Start engines. One that is stopped again before it is ready is left to what has stopped it."""
+        before = [engine.num_stops for engine in engines]
         yield self._env.timeout(self._times.start_up_s)
-        engine.start()
+        for engine, num_stops in zip(engines, before, strict=True):
+            if engine.num_stops == num_stops:
+                engine.start()
 
 
 def _engines(env: simpy.Environment, setting: Setting) -> list[Engine]:
