@@ -5,12 +5,15 @@ import logging
 import os
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
 from kvferry.catalog import Options, names, read
 from kvferry.cli.main import app
+from kvferry.cli.options import option_of
+from kvferry.cli.simulate.command import CacheOptions, EngineOptions, FleetOptions, LoadOptions, RouterOptions
 from kvferry.cli.simulate.fleet import _size_of
 
 SMALL = ["--prefill", "2", "--decode", "4", "--per-rack", "3", "--rate", "4", "--duration", "20", "--warm-up", "2"]
@@ -186,6 +189,55 @@ def test_what_cannot_be_simulated_is_refused_with_what_can(arguments, words):
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert words in " ".join(result.stderr.split())
+
+
+RECORDS = (FleetOptions, EngineOptions, CacheOptions, LoadOptions, RouterOptions)
+FLOATS = [option_of(name) for record in RECORDS for name, hint in get_type_hints(record).items() if hint is float]
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e308", "-1"])
+@pytest.mark.parametrize("option", FLOATS)
+def test_a_number_that_nothing_can_have_is_refused(option, value):
+    """By the option itself, or by what becomes of it."""
+    result = CliRunner().invoke(app, ["simulate", "fleet", option, value])
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_the_options_that_are_numbers_are_known():
+    assert {"--rate", "--duration", "--prefill-speed", "--handover-ms", "--trace-speed", "--ttft-slo"} < set(FLOATS)
+    assert len(FLOATS) == 12
+
+
+MANY = "9" * 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--uplink", f"{MANY}GB/s", "--per-rack", "3"], "bytes/s"),
+        (["--link", f"0.{'0' * 300}1GB/s"], "bytes/s"),
+        (["--step-cost", f"token={MANY}s,step=1ms"], "none above 86400 s"),
+        (["--decode-steps", f"1={MANY}s"], "none above 86400 s"),
+        (["--prefill-speed", "1e-300"], "none above 86400 s"),
+        (["--prefix-tokens", MANY], "--prefix-tokens"),
+    ],
+)
+def test_a_number_that_is_too_large_in_words_is_refused(arguments, words):
+    result = CliRunner().invoke(app, ["simulate", "fleet", *arguments])
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert words in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("times", [(0, 1e300), (0, 1e12)])
+def test_a_trace_that_is_too_long_is_refused(tmp_path, times):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(f'{{"timestamp": {at}, "input_length": 7, "output_length": 9}}' for at in times))
+    result = CliRunner().invoke(app, ["simulate", "fleet", "--trace", str(trace)])
+    assert result.exit_code == 2, result.output
+    assert "the trace is too long" in result.stderr
+    assert "at most 604800 s" in result.stderr
 
 
 def test_a_trace_that_cannot_be_read_is_refused(tmp_path):

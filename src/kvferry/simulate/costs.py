@@ -12,6 +12,7 @@ from kvferry.connectors.step_cost import UNITS_S, StepCost
 from kvferry.errors import ConfigurationError
 
 Points = tuple[tuple[int, float], ...]
+MAX_STEP_S = 86_400.0
 EXAMPLE = "such as 1=8ms,32=10ms,128=18ms: answers in the batch, and what a step takes"
 
 
@@ -38,11 +39,13 @@ class EngineCosts:
         for name in ("chunk_tokens", "answer_tokens", "max_answers", "cache_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be positive", found=str(getattr(self, name)), expected=">= 1")
-        if not self.token_s + self.reading_s(1, 1) > 0 or not self.reading_s(1, 1) > 0 or not self.token_s > 0:
+        step_s = self.reading_s(1, 1)
+        longest_s = max(self.token_s, step_s, *(step_s for _, step_s in self.points))
+        if not (self.token_s > 0 and step_s > 0 and longest_s <= MAX_STEP_S):
             raise ConfigurationError(
-                "a step must take time",
-                found=f"token={self.token_s:g}s, {self.reading_s(1, 1):g}s for a step of one answer",
-                expected="times above 0 for a token of a prompt and for a step",
+                "a step must take time, and end",
+                found=f"token={self.token_s:g}s, {step_s:g}s for a step of one answer, {longest_s:g}s for the longest",
+                expected=f"times above 0 for a token of a prompt and for a step, and none above {MAX_STEP_S:g} s",
             )
 
     def reading_s(self, num_answers: int, context_tokens: int) -> float:

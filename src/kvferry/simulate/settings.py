@@ -15,6 +15,7 @@ from kvferry.simulate.costs import CacheSize, EngineCosts
 from kvferry.simulate.incidents import Incident, check
 
 MAX_ENGINES = 20_000
+MAX_BYTES_PER_S = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,19 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """Rates in bytes/s. `uplink_bytes_per_s` is each direction of a rack's uplink; 0: the sum of its engines' links."""
+    """Rates in bytes/s. `uplink_bytes_per_s` is each direction of a rack's uplink; 0: the sum of its engines' links.
+    Raises ConfigurationError."""
 
     cache: CacheSize
     link_bytes_per_s: float = 50e9
     uplink_bytes_per_s: float = 0.0
     handover_s: float = 0.01
+
+    def __post_init__(self) -> None:
+        for rate in (self.link_bytes_per_s, self.uplink_bytes_per_s or self.link_bytes_per_s):
+            if not 1 <= rate <= MAX_BYTES_PER_S:
+                expected = f"from 1 to {MAX_BYTES_PER_S:g} bytes/s"
+                raise ConfigurationError("no link has this rate", found=f"{rate:g} bytes/s", expected=expected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,10 @@ cache = partial(typer.Option, rich_help_panel="Cache and network")
 load = partial(typer.Option, rich_help_panel="Requests")
 router = partial(typer.Option, rich_help_panel="Router")
 
+DAY_S = 86_400.0
+MAX_DURATION_S = 7 * DAY_S
+MAX_PREFIX_TOKENS = 10_000_000
+
 OF_POISSON = ("rate", "duration", "prompt_tokens", "output_tokens", "prefix_tokens", "prefixes")
 
 app = typer.Typer(no_args_is_help=True, help="Simulate a fleet, without any hardware.")
@@ -36,19 +40,22 @@ class EngineOptions:
         str, engines(help="Cost of a step: token= of a prompt, step= each, sequence= of an answer, overlap=.")
     ] = "token=0.05ms,step=12ms,sequence=0.06ms,overlap=0"
     prefill_speed: Annotated[
-        float, engines(min=0.0, help="Instead of token=: prompt tokens per second.", show_default=False)
+        float, engines(min=0.0, max=1e9, help="Instead of token=: prompt tokens per second.", show_default=False)
     ] = 0.0
     decode_steps: Annotated[
         str, engines(help="Instead of step= and sequence=: measured steps by batch, such as 1=8ms,32=10ms.")
     ] = ""
     context_cost: Annotated[
-        float, engines(min=0.0, help="Milliseconds that a step takes longer per 1,000 tokens of context in the batch.")
+        float,
+        engines(
+            min=0.0, max=1e6, help="Milliseconds that a step takes longer per 1,000 tokens of context in the batch."
+        ),
     ] = 0.0
     chunk_tokens: Annotated[int, engines(min=1, help="Tokens that a step computes at most.")] = 2048
     max_sequences: Annotated[int, engines(min=1, help="Answers that an engine writes at a time.")] = 256
     cache_tokens: Annotated[int, engines(min=1, help="Tokens that the cache of an engine holds.")] = 1_000_000
-    start_up: Annotated[float, engines(min=0.0, help="Seconds until a new engine is ready.")] = 30.0
-    drain: Annotated[float, engines(min=0.0, help="Seconds that an engine may drain in a rollout.")] = 30.0
+    start_up: Annotated[float, engines(min=0.0, max=DAY_S, help="Seconds until a new engine is ready.")] = 30.0
+    drain: Annotated[float, engines(min=0.0, max=DAY_S, help="Seconds that an engine may drain in a rollout.")] = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +64,35 @@ class CacheOptions:
 
     model: Annotated[str, cache(help="Model name, config.json or its folder, as for kvferry plan.")] = "llama-3.3-70b"
     kv_bytes_per_token: Annotated[
-        float, cache(min=0.0, help="Instead of --model: bytes of cache per token.", show_default=False)
+        float, cache(min=0.0, max=1e9, help="Instead of --model: bytes of cache per token.", show_default=False)
     ] = 0.0
     link: Annotated[str, cache(help="Bandwidth of an engine, such as 50GB/s or 400Gbit/s.")] = "50GB/s"
     uplink: Annotated[str, cache(help="Bandwidth of a rack in each direction; empty: that of its engines.")] = ""
     handover_ms: Annotated[
-        float, cache(min=0.0, help="Milliseconds of messages from a computed prompt to its transfer.")
+        float, cache(min=0.0, max=1e6, help="Milliseconds of messages from a computed prompt to its transfer.")
     ] = 10.0
-    silence: Annotated[float, cache(min=0.0, help="Seconds until an engine gives up a source that says nothing.")] = 3.0
+    silence: Annotated[
+        float, cache(min=0.0, max=DAY_S, help="Seconds until an engine gives up a source that says nothing.")
+    ] = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """Which requests come."""
 
-    rate: Annotated[float, load(help="Requests per second (Poisson process).")] = 10.0
-    duration: Annotated[float, load(help="Seconds in which requests come.")] = 120.0
-    warm_up: Annotated[float, load(min=0.0, help="Seconds at the beginning that do not count.")] = 10.0
+    rate: Annotated[float, load(min=0.0, max=1e6, help="Requests per second (Poisson process).")] = 10.0
+    duration: Annotated[float, load(min=0.0, max=MAX_DURATION_S, help="Seconds in which requests come.")] = 120.0
+    warm_up: Annotated[float, load(min=0.0, max=MAX_DURATION_S, help="Seconds at the beginning that do not count.")] = (
+        10.0
+    )
     prompt_tokens: Annotated[str, load(help="Prompt length in tokens: 512, or 256-1024.")] = "512-3584"
     output_tokens: Annotated[str, load(help="Answer length in tokens: 64, or 16-128.")] = "64-448"
-    prefix_tokens: Annotated[int, load(min=0, help="Tokens of a shared prefix before each prompt.")] = 0
+    prefix_tokens: Annotated[
+        int, load(min=0, max=MAX_PREFIX_TOKENS, help="Tokens of a shared prefix before each prompt.")
+    ] = 0
     prefixes: Annotated[int, load(min=1, help="Number of different prefixes.")] = 1
     trace: Annotated[str, load(help="Instead of --rate: replay a JSONL trace in Mooncake's format.")] = ""
-    trace_speed: Annotated[float, load(help="Factor by which the trace is sped up.")] = 1.0
+    trace_speed: Annotated[float, load(min=0.0, max=1e6, help="Factor by which the trace is sped up.")] = 1.0
     seed: Annotated[int, load(help="Seed of arrival times and lengths.")] = 0
 
 
@@ -93,7 +106,8 @@ class RouterOptions:
     ] = "decode"
     max_requests: Annotated[int, router(min=0, help="Open requests per decode engine; 0: no limit.")] = 0
     ttft_slo: Annotated[
-        float, router(min=0.0, help="Refuse requests whose first token would take longer, in seconds; 0: never.")
+        float,
+        router(min=0.0, max=DAY_S, help="Refuse requests whose first token would take longer, in seconds; 0: never."),
     ] = 0.0
 
 

@@ -14,7 +14,14 @@ from kvferry.bench.report.slo import Slo, slo_named
 from kvferry.catalog import Options, read
 from kvferry.cli import console
 from kvferry.cli.plan.shape import link_of
-from kvferry.cli.simulate.command import CacheOptions, EngineOptions, FleetOptions, LoadOptions, RouterOptions
+from kvferry.cli.simulate.command import (
+    MAX_DURATION_S,
+    CacheOptions,
+    EngineOptions,
+    FleetOptions,
+    LoadOptions,
+    RouterOptions,
+)
 from kvferry.cli.simulate.facts import facts_of, ratio_facts
 from kvferry.cli.simulate.page.html import page
 from kvferry.cli.simulate.table import show, show_ratio
@@ -85,13 +92,21 @@ def _planned(options: LoadOptions) -> tuple[PlannedRequest, ...]:
     if options.trace:
         try:
             with open(options.trace, encoding="utf-8") as lines:
-                return read_trace(lines, options.trace_speed)
+                return _short_enough(read_trace(lines, options.trace_speed))
         except (OSError, UnicodeDecodeError) as error:
             found = f"{options.trace}: {os_error_text(error)}"
             raise ConfigurationError("cannot read the trace", found=found, expected="a JSONL file") from None
     lengths = lengths_named(options.prompt_tokens), lengths_named(options.output_tokens)
     words = options.rate, options.duration, *lengths, options.seed, options.prefix_tokens, options.prefixes
     return Load(*words).requests()
+
+
+def _short_enough(planned: tuple[PlannedRequest, ...]) -> tuple[PlannedRequest, ...]:
+    """The requests of a trace. Raises ConfigurationError where they come for longer than --duration may be."""
+    if not planned[-1].at_s <= MAX_DURATION_S:
+        found, expected = f"{planned[-1].at_s:g} s", f"at most {MAX_DURATION_S:g} s"
+        raise ConfigurationError("the trace is too long", found=found, expected=expected, hint="raise --trace-speed")
+    return planned
 
 
 def _setting(options: FleetOptions, planned: tuple[PlannedRequest, ...]) -> Setting:

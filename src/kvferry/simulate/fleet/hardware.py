@@ -73,7 +73,7 @@ class Hardware:
                 link.set_share(1.0)
 
     def _ends(self, incident: RackDies | SlowLink) -> Generator[simpy.Event, Any, bool]:
-        """Wait for the end. Return whether all is as before then: not where the next one of its kind has begun there."""
+        """Wait for the end. Return whether all is as before then: not where the next of its kind has begun there."""
         place = type(incident), incident.rack
         self._latest[place] = incident
         if math.isinf(incident.ends_s):
