@@ -102,17 +102,22 @@ def test_a_slot_that_cannot_be_filled_fails_the_fetch(event):
 
 
 def test_a_source_is_met_again_when_one_slot_after_the_other_cannot_be_filled():
+    """Though another slot of each read could be."""
     session = target(Strategy.SCATTER)
-    play(session, [*SCATTERING, (1, acquired(0), [Post])])
+    play(
+        session,
+        [*SCATTERING, (1, acquired(0), [Post]), (1, acquired(1), [Post]), (2, TicketEnded(key(1), ""), [Stage])],
+    )
     commands = session.handle(TicketEnded(key(0), "peer reset"), 2.0)
     for number in range(2, 4):
         assert Disconnect(PEER) not in commands
         name, now = f"q{number}", float(number)
-        slot = SlotKey(ReadKey(name, PEER), 0, 0)
+        first, second = (SlotKey(ReadKey(name, PEER), stretch, 0) for stretch in (0, 1))
         session.handle(replace(WANTED, request_id=name), now)
         session.handle(answer(m.Grant(name, SOURCE_TABLES)), now)
-        play(session, [(now, Acquired(slot, at(0), ""), [Post])])
-        commands = session.handle(TicketEnded(slot, "peer reset"), now + 0.5)
+        play(session, [(now, Acquired(first, at(0), ""), [Post]), (now, Acquired(second, at(1), ""), [Post])])
+        play(session, [(now, TicketEnded(second, ""), [Stage])])
+        commands = session.handle(TicketEnded(first, "peer reset"), now + 0.5)
     assert Disconnect(PEER) in commands
 
 

@@ -186,12 +186,19 @@ def fetch_of(number, began, ended, error, then=(), fetched=()):
 
 
 def test_a_source_is_met_again_when_one_read_after_the_other_fails(target):
-    """Another transport may work where the one that was chosen does not any more."""
+    """Another transport may work where the one that was chosen does not any more. It lives: it is told what is over,
+    and keeps what waiting requests need."""
     play(target, [*POSTED, (0.6, TicketEnded(KEY, "reset"), [Count, FetchFailed, ABORT, BlocksReleased])])
     play(target, [*fetch_of(2, 0.7, 0.8, "reset"), *fetch_of(3, 0.9, 1.0, ""), *fetch_of(4, 1.1, 1.2, "reset")])
-    play(target, fetch_of(5, 1.3, 1.4, "reset"))
-    play(target, fetch_of(6, 1.5, 1.6, "reset", [Disconnect(PEER)]))
-    play(target, [(1.7, replace(WANTED, request_id="q7"), [HELLO])])
+    waiting = m.Reference("p0", "epoch-1", "r9", "l9")
+    play(target, [(1.25, HoldRequest(waiting, (PEER.address,)), []), *fetch_of(5, 1.3, 1.4, "reset")])
+    *other, (_, other_ended, _) = fetch_of(6, 1.45, 1.6, "cancelled")
+    play(target, other)
+    told = [Count, FetchFailed, Cancel(ReadKey("q6", PEER)), Send(PEER, m.Abort(US, "q6", "l1"))]
+    play(target, fetch_of(7, 1.5, 1.6, "reset", [*told, Disconnect(PEER)]))
+    play(target, [(1.7, other_ended, [BlocksReleased("q6")])])
+    commands = [command for now in range(2, 12) for command in target.handle(Tick(), float(now))]
+    assert HELLO in commands
 
 
 def test_reads_that_fail_together_count_once(target):

@@ -178,8 +178,8 @@ def test_what_fails_a_second_time_ends_its_ticket(world: World, monkeypatch: pyt
     row = [np.array([n], np.uint64) for n in (world.far.address(1, 0), world.near.address(1, 0), 100)]
     with monkeypatch.context() as patch:
         posted = []
-        patch.setattr(near._agent, "transfer", lambda handle: posted.append(handle) or "ERR")
-        assert world.run(Copies(row[0], row[1], row[2], 1), Direction.READ) == "NIXL: ERR"
+        patch.setattr(near._agent, "transfer", lambda handle: posted.append(handle) or LOST)
+        assert world.run(Copies(row[0], row[1], row[2], 1), Direction.READ) == f"NIXL: {LOST}"
     assert len(posted) == 2
     # Another connection was no better: the next one has time, unless the peer is met again.
     assert "lost the connection" in world.run(Copies(row[0], row[1], row[2], 1), Direction.READ)
@@ -187,18 +187,29 @@ def test_what_fails_a_second_time_ends_its_ticket(world: World, monkeypatch: pyt
     assert world.run(Copies(row[0], row[1], row[2], 1), Direction.READ) == ""
 
 
+LOST = "nixlRemoteDisconnectError('NIXL_ERR_REMOTE_DISCONNECT')"
+GONE = "nixlNotFoundError('NIXL_ERR_NOT_FOUND')"
+
+
 class Scripted:
     """What NIXL says of transfers, in place of what it does: their states, in the order in which they were posted."""
 
-    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, *directions: Direction, can_renew: bool = True
+    ) -> None:
         near = world.near.transport
         assert isinstance(near, NixlTransport)
         self.near, self.states, self.renewed, self._handles = near, [], [], []
+        self._can_renew = can_renew
         monkeypatch.setattr(near._agent, "transfer", self._begin)
         monkeypatch.setattr(near._agent, "check_xfer_state", lambda handle: self.states[self._handles.index(handle)])
         monkeypatch.setattr(near._remote_agents, "renew", self._renew)
-        row = [np.array([n], np.uint64) for n in (world.far.address(1, 0), world.near.address(1, 0), 100)]
-        self.tickets = [world.post(Copies(row[0], row[1], row[2], 1), Direction.READ) for _ in range(2)]
+        source, target = world.far.address(1, 0), world.near.address(1, 0)
+        self.tickets = []
+        for direction in directions or (Direction.READ, Direction.READ):
+            ends = (source, target) if direction is Direction.READ else (target, source)
+            row = [np.array([n], np.uint64) for n in (*ends, 100)]
+            self.tickets.append(world.post(Copies(row[0], row[1], row[2], 1), direction))
 
     def _begin(self, handle: object) -> str:
         self._handles.append(handle)
@@ -207,17 +218,22 @@ class Scripted:
 
     def _renew(self, name: str) -> None:
         self.renewed.append(name)
+        if not self._can_renew:
+            raise TransportError("cannot open another")
         self.near._remote_agents._loaded[name].has_failed = False
+
+    def ends(self) -> list[tuple[int, str]]:
+        return [(self.tickets.index(each.ticket), each.error) for each in self.near.poll()]
 
 
 def test_nothing_of_what_was_given_up_is_posted_a_second_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     nixl = Scripted(world, monkeypatch)
     nixl.near.poll()
     nixl.near.cancel(nixl.tickets[0])
-    nixl.states[0] = "ERR"
-    assert [(each.ticket, each.error) for each in nixl.near.poll()] == [(nixl.tickets[0], "cancelled")]
+    nixl.states[0] = LOST
+    assert nixl.ends() == [(0, "cancelled")]
     nixl.states[1] = "DONE"
-    assert [(each.ticket, each.error) for each in nixl.near.poll()] == [(nixl.tickets[1], "")]
+    assert nixl.ends() == [(1, "")]
     assert (len(nixl.states), nixl.renewed) == (2, [])
 
 
@@ -226,14 +242,45 @@ def test_a_failed_connection_is_not_replaced_under_what_is_in_progress(
 ) -> None:
     nixl = Scripted(world, monkeypatch)
     nixl.near.poll()
-    nixl.states[0] = "ERR"
-    assert nixl.near.poll() == nixl.near.poll() == []
+    nixl.states[0] = LOST
+    assert nixl.ends() == nixl.ends() == []
     assert (len(nixl.states), nixl.renewed) == (2, [])
-    nixl.states[1] = "ERR"
-    assert nixl.near.poll() == []
+    nixl.states[1] = GONE
+    assert nixl.ends() == []
     assert (len(nixl.states), len(nixl.renewed)) == (4, 1)
     nixl.states[2:] = "DONE", "DONE"
-    assert [each.error for each in nixl.near.poll()] == ["", ""]
+    assert nixl.ends() == [(0, ""), (1, "")]
+
+
+def test_what_is_written_is_not_posted_a_second_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first attempt has sent may arrive when the second has ended well, in blocks of somebody else."""
+    nixl = Scripted(world, monkeypatch, Direction.WRITE, Direction.READ)
+    nixl.near.poll()
+    nixl.states[:] = LOST, LOST
+    assert nixl.ends() == [(0, f"NIXL: {LOST}")]
+    assert nixl.ends() == []
+    assert (len(nixl.states), len(nixl.renewed)) == (3, 1)
+    nixl.states[2:] = ["DONE"]
+    assert nixl.ends() == [(1, "")]
+
+
+def test_a_transfer_that_fails_by_itself_says_nothing_of_the_connection(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nixl = Scripted(world, monkeypatch)
+    nixl.near.poll()
+    nixl.states[:] = "NIXL_ERR_BACKEND", "DONE"
+    assert nixl.ends() == [(0, "NIXL: NIXL_ERR_BACKEND"), (1, "")]
+    assert (len(nixl.states), nixl.renewed) == (2, [])
+
+
+def test_only_what_still_waits_fails_with_the_connection_that_cannot_be_replaced(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nixl = Scripted(world, monkeypatch, can_renew=False)
+    nixl.near.poll()
+    nixl.states[:] = LOST, "DONE"
+    assert nixl.ends() == [(0, f"NIXL: {LOST}; cannot open another"), (1, "")]
 
 
 def test_memory_that_changes_under_what_is_in_progress_is_an_error(

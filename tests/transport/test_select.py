@@ -54,6 +54,23 @@ def test_the_fastest_that_passed_is_taken() -> None:
     assert choose(found[1:]).name == "tcp"
 
 
+@pytest.mark.parametrize("carriers", [("tcp/eth0",), ("tcp/eth0", "tcp/lo")])
+def test_what_may_end_the_source_is_taken_only_where_nothing_else_works(carriers: tuple[str, ...]) -> None:
+    """UCX answers reads itself where it has sockets only, and ends the process that cannot be answered for."""
+    found = [Measurement("nixl", 9.0, 9.0, 1e-5, "", carriers=carriers), Measurement("tcp", 1.0, 1.0, 1e-5, "")]
+    choice = choose(found)
+    assert choice.name == "tcp"
+    assert choice.reason.endswith("nixl not taken: over UCX's sockets a reader that dies can end its source")
+    assert choose(found[:1]).name == "nixl"
+    assert "not taken" not in choose(found[:1]).reason
+
+
+@pytest.mark.parametrize("carriers", [(), ("rc_mlx5/mlx5_0:1",), ("rc_mlx5/mlx5_0:1", "tcp/eth0"), ("cma/memory",)])
+def test_what_may_not_end_the_source_is_taken_when_it_is_fastest(carriers: tuple[str, ...]) -> None:
+    found = [Measurement("nixl", 9.0, 9.0, 1e-5, "", carriers=carriers), Measurement("tcp", 1.0, 1.0, 1e-5, "")]
+    assert choose(found).name == "nixl"
+
+
 def test_a_transport_that_is_slow_in_short_rows_is_not_the_fastest() -> None:
     found = [Measurement("nixl", 6.3, 1.2, 1e-5, ""), Measurement("shm", 6.2, 4.1, 1e-5, "")]
     assert choose(found).name == "shm"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from kvferry.errors import ConfigurationError, TransportError
+from kvferry.system import os_error_text
 from kvferry.testing.child_process import ChildProcess
 
 READY_S = 600.0
@@ -47,11 +48,15 @@ class _Server:
         except TransportError as error:
             self.log.seek(0)
             words = self.log.read().decode(errors="replace").strip()
-            raise ConfigurationError(
-                f"this did not start: kvferry {' '.join(self.command)}", found=words[-1500:] or error.what
-            ) from None
-        url: str = json.loads(line)["url"]
-        return url
+            raise _not_started(self.command, words[-1500:] or error.what) from None
+        try:
+            return str(json.loads(line)["url"])
+        except (ValueError, KeyError, TypeError):
+            raise _not_started(self.command, line.decode(errors="replace")) from None
+
+
+def _not_started(command: Sequence[str], found: str) -> ConfigurationError:
+    return ConfigurationError(f"this did not start: kvferry {' '.join(command)}", found=found)
 
 
 def _started(command: Sequence[str], prefix: Sequence[str], closing: ExitStack, waiting: ExitStack) -> _Server:
@@ -59,7 +64,10 @@ def _started(command: Sequence[str], prefix: Sequence[str], closing: ExitStack, 
     # As a child it ends when its standard input closes: also when this process is killed.
     words = [*prefix, sys.executable, "-m", "kvferry", subcommand, "--json", "--as-child", *options]
     log: IO[bytes] = waiting.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-    process = ChildProcess(words, stderr=log)
+    try:
+        process = ChildProcess(words, stderr=log)
+    except OSError as error:
+        raise _not_started(command, os_error_text(error)) from error
     waiting.callback(process.wait, STOP_S)
     closing.callback(process.close_input)
     return _Server(command, process, log)

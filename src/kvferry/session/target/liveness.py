@@ -17,13 +17,13 @@ from kvferry.session.events import HoldRequest
 from kvferry.session.keys import PeerKey, peers_of
 from kvferry.session.target.peers.handshakes import Handshakes, PeerLost, Step
 from kvferry.session.target.peers.peer import Peer
-from kvferry.session.target.reads.fetch import LEASED, Fetch, is_needed, needed_peers
+from kvferry.session.target.reads.fetch import LEASED, Fetch, FetchBroken, is_needed, needed_peers
 from kvferry.session.timing import Timing
 from kvferry.wire.messages import MAX_PADDING_BYTES, Party, Reason, Reference, Renew
 
 # A lost source is met again for leases of waiting requests, each time after so many heartbeats.
 LOST_HEARTBEATS = 5
-MAY_COME_BACK = (Reason.PEER_LOST, Reason.DEADLINE)
+MAY_COME_BACK = (Reason.PEER_LOST, Reason.DEADLINE, Reason.TRANSPORT)
 # Each heartbeat is answered: after two without an answer it is checked whether the source's process has ended.
 QUIET_HEARTBEATS = 2
 PADDING = bytes(MAX_PADDING_BYTES)
@@ -104,21 +104,24 @@ class Liveness:
             if key in wanted:
                 yield from self._peers.greet(key, now)
 
-    def read_ended(self, key: PeerKey, began: float, error: str, now: float) -> Iterator[Step]:
+    def read_failed(self, key: PeerKey, began: float, error: str, now: float) -> Iterator[Step | FetchBroken]:
         """Begin anew with a source from which one read after the other fails: perhaps another transport works.
 
         `began` is when the read's fetch did. Reads that were under way together fail together, which counts once.
         """
-        if key not in self._peers:
+        if key not in self._peers or began < self._peers[key].last_failed:
             return
         peer = self._peers[key]
-        if not error:
-            peer.num_failed_reads = 0
-        elif began >= peer.last_failed:
-            peer.num_failed_reads, peer.last_failed = peer.num_failed_reads + 1, now
-        if peer.num_failed_reads >= MAX_FAILED_READS:
-            what = f"{MAX_FAILED_READS} reads from {key} have failed, one after the other"
-            yield PeerLost(key, TransferError(Reason.TRANSPORT, what, found=error))
+        peer.num_failed_reads, peer.last_failed = peer.num_failed_reads + 1, now
+        if peer.num_failed_reads < MAX_FAILED_READS:
+            return
+        what = f"{MAX_FAILED_READS} reads from {key} have failed, one after the other"
+        wrong = TransferError(Reason.TRANSPORT, what, found=error)
+        # It lives: it is told of each before it is forgotten.
+        for fetch in list(self._fetches.values()):
+            if key in fetch.peers and not fetch.failed:
+                yield FetchBroken(fetch, wrong)
+        yield PeerLost(key, wrong)
 
     def gone(self, key: PeerKey) -> Iterator[Step]:
         """Nobody listens at the address of a peer. One that is not needed may still be met again."""

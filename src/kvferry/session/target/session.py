@@ -180,9 +180,9 @@ class TargetSession:
                 yield from self._quarantine.free_when_drained(fetch)
             else:
                 yield from self._reads.ticket_ended(fetch, key.peer, event.error, now)
-        if was_open:
+        if was_open and event.error:
             # The others were cancelled, whatever their tickets say.
-            yield from self._liveness.read_ended(key.peer, fetch.began, event.error, now)
+            yield from self._liveness.read_failed(key.peer, fetch.began, event.error, now)
 
     def _staged(self, event: e.Staged, now: float) -> Iterator[Step]:
         yield from self._reads.staged.staged(event, now)

@@ -14,8 +14,12 @@ What had to be learned about NIXL 1.5 and is relied on here:
 * An agent is not thread-safe: it belongs to the thread that polls. The progress thread would busy-poll a core, so
   progress is made in `poll`, for peers that read from us too; hence `progress_interval_s`.
 * Over cross-memory attach, posting *is* copying (one system call per descriptor), so long posts go in parts.
-* A connection that has failed, as after an outage of the network, stays failed. So a part that fails is posted once
-  more, over a new connection, as soon as nothing is in progress over the failed one.
+* A connection that has failed, as after an outage of the network, stays failed: NIXL ends all that is in progress over
+  it. So a part that is read is posted once more, over a new connection. One that is written is not: what the first
+  attempt has sent may arrive later than the second one's end.
+* Over tcp UCX answers reads itself, in the process whose memory is read, and ends that process where it cannot, because
+  the reader has died ("Fatal: unexpected error: Endpoint timeout"). So others are chosen where they work
+  (`transport.selection.candidates`).
 """
 
 from __future__ import annotations
@@ -48,6 +52,9 @@ from kvferry.transport.nixl.remote_agents import RemoteAgents
 from kvferry.transport.posting import Posting, connected
 from kvferry.transport.registered_memory import Regions, Registry
 
+# The connection has failed; or another transfer has found out, and NIXL knows the agent no more.
+DISCONNECTED = ("NIXL_ERR_REMOTE_DISCONNECT", "NIXL_ERR_NOT_FOUND")
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -61,7 +68,7 @@ class Peer:
 @dataclass(slots=True, eq=False)
 class Job:
     """An open ticket. `waiting` are parts not posted yet, `active` those in progress with their handles, `failed` those
-    that are posted a second time, `num_posted` counts posted ones."""
+    that are posted a second time, and `reason` why; `num_posted` counts posted ones."""
 
     ticket: Ticket
     peer: str
@@ -71,6 +78,7 @@ class Job:
     num_posted: int = 0
     active: list[tuple[Any, Part]] = field(default_factory=list)
     failed: list[Part] = field(default_factory=list)
+    reason: str = ""
     error: str = ""
 
     def stop_posting(self, error: str) -> None:
@@ -78,11 +86,12 @@ class Job:
         self.waiting.clear()
         self.error = self.error or error
 
-    def part_failed(self, part: Part, error: str) -> None:
-        """Post a part once more, unless that was its second time or nothing is posted any more."""
-        if self.error or any(part is each for each in self.failed):
+    def disconnected(self, part: Part, error: str) -> None:
+        """Read a part once more, unless that was its second time or nothing is posted any more."""
+        if self.error or self.operation != Direction.READ.name or any(part is each for each in self.failed):
             self.stop_posting(error)
             return
+        self.reason = error
         self.failed.append(part)
         self.waiting.appendleft(part)
 
@@ -264,8 +273,8 @@ class NixlTransport:
                 self._remote_agents.renew(agent)
             except TransportError as error:
                 for job in self._jobs:
-                    if job.agent == agent:
-                        job.stop_posting(str(error))
+                    if job.agent == agent and job.waiting:
+                        job.stop_posting("; ".join(filter(None, (job.reason, str(error)))))
 
     def _is_active(self, job: Job, handle: Any, part: Part) -> bool:
         try:
@@ -294,13 +303,15 @@ class NixlTransport:
         if state == "PROC":
             return False
         self._quietly(self._agent.release_xfer_handle, handle)
-        if state != "DONE":
+        if any(lost in state for lost in DISCONNECTED):
             self._remote_agents.failed(job.agent)
-            job.part_failed(part, f"NIXL: {state}")
-            return True
-        self._remote_agents.worked(job.agent)
-        if job.peer in self._peers:
-            self._num_moved[job.peer] += 1
+            job.disconnected(part, f"NIXL: {state}")
+        elif state != "DONE":
+            job.stop_posting(f"NIXL: {state}")
+        else:
+            self._remote_agents.worked(job.agent)
+            if job.peer in self._peers:
+                self._num_moved[job.peer] += 1
         return True
 
     def _unload_idle_agents(self) -> None:

@@ -10,6 +10,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.transport.selection.measurement import UNMEASURED, Measurement
 
 AUTO = "auto"
+ENDANGERED = "over UCX's sockets a reader that dies can end its source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ def is_worth_testing(copies_once: bool, measurements: Sequence[Measurement]) -> 
 def choose(
     measurements: Sequence[Measurement], untested: Sequence[str] = (), direction: Direction = Direction.READ
 ) -> Choice:
-    """The transport that passed its self-test and is fastest in a direction, over long and short rows together.
+    """The transport that passed its self-test and is fastest in a direction, over long and short rows together. One
+    that endangers the source is taken only where no other works.
 
     `untested` are those that were not worth it. Raises TransportError with all errors when none passed.
     """
@@ -71,8 +73,10 @@ def choose(
             found="; ".join(_describe(measurement) for measurement in measurements) or "nothing was tested",
             hint="start both engines with --transport tcp, which needs nothing but sockets",
         )
-    best = min(passed, key=lambda measurement: measurement.likely_rates(direction).seconds_per_gigabyte)
+    safe = [measurement for measurement in passed if not measurement.endangers_source] or passed
+    best = min(safe, key=lambda measurement: measurement.likely_rates(direction).seconds_per_gigabyte)
     rest = [f"{', '.join(untested)} not tested: the same host needs only one copy"] if untested else []
+    rest += [f"{each.name} not taken: {ENDANGERED}" for each in passed if each not in safe]
     return Choice(best.name, "; ".join([*(_describe(measurement) for measurement in measurements), *rest]))
 
 

@@ -79,6 +79,11 @@ class Measurement:
         return 0.0 if rates.error or others.error else rates.seconds_per_gigabyte / others.seconds_per_gigabyte
 
     @property
+    def endangers_source(self) -> bool:
+        """Whether a reader that dies can end the process that it reads from: over sockets of UCX (NIXL's notes)."""
+        return bool(self.carriers) and all(carrier.startswith("tcp/") for carrier in self.carriers)
+
+    @property
     def is_asymmetric(self) -> bool:
         """Whether one direction is far slower than the other."""
         return any(self.times_slower(direction) >= FAR_SLOWER for direction in Direction)

@@ -58,7 +58,7 @@ class Peer:
     can_write: CanWrite = CanWrite.UNKNOWN
     is_switching_direction: bool = False
     is_told_unneeded: bool = False
-    # Since the last one that did not fail.
+    # Since the last one that was valid.
     num_failed_reads: int = 0
     last_failed: float = float("-inf")
 

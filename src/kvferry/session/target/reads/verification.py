@@ -102,7 +102,7 @@ class Verifier:
         for fetch, read in reads_of(self._fetches, peer.key, valid.claim_id, *states):
             fetch.first_token = valid.first_token or fetch.first_token
             if read.state in ASKING:
-                read.theirs = valid.digests
+                read.theirs, peer.num_failed_reads = valid.digests, 0
                 read.machine.move("valid")
                 yield from self._compare(fetch, peer.key, now)
             elif read.direction is Direction.WRITE:
