@@ -28,6 +28,7 @@ OF_OTHERS = {
     ),
     *(
         "--enable-memory-saver",
+        "--enable-metrics",
         "--middleware",
         "--enforce-eager",
         "--enable-auto-tool-choice",

@@ -1,11 +1,13 @@
 """Where the token comes from, and that it never goes anywhere."""
 
+import errno
 import os
 import secrets
 
 import pytest
 
 from kvferry import AgentConfig, SharedToken, read_token
+from kvferry.agent.control import shared_token
 from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.errors import ConfigurationError
 
@@ -79,6 +81,22 @@ def test_no_file_is_no_token():
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o640])
 def test_a_file_may_be_readable_by_its_group(token_file, mode):
     assert read_token(token_file(mode=mode))
+
+
+def test_a_file_of_somebody_else_says_how_to_be_read(token_file, monkeypatch):
+    """As root may read everything, the system says so in its place."""
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(shared_token, "_contents", refuse)
+    with pytest.raises(ConfigurationError, match=r"cannot be read.*Permission denied.*group read it.*fsGroup"):
+        read_token(token_file())
+
+
+def test_a_file_that_is_not_there_says_how_to_make_one(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"cannot be read.*No such file.*openssl rand"):
+        read_token(str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o660, 0o602, 0o666])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,3 +127,10 @@ def labels_select(selector, labels):
 
 def version():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def assert_token_is_read(pod):
+    """The file belongs to root and to the group of the pod: the image's own group has to be that."""
+    (user,) = re.findall(r"^USER \d+:(\d+)$", (ROOT / "deploy/container/Dockerfile").read_text(), re.MULTILINE)[-1:]
+    (token,) = (each["secret"] for each in pod["volumes"] if each["name"] == "token")
+    assert (token["defaultMode"], pod["securityContext"]["fsGroup"]) == (0o440, int(user))

@@ -80,7 +80,8 @@ def test_kvferry_serve_takes_the_command_line(name, role, rendered, served):
     ports = {port["name"]: port["containerPort"] for port in engine["ports"]}
     assert ports == {"http": 8000, **({"control": transfer_port} if transfer_port else {})}
     assert options.drain_timeout == float(after(engine["args"], "--drain-timeout"))
-    assert list(options.arguments) == VALUES[name].get(role, {}).get("engineArgs", [])
+    ours = ["--enable-metrics"] if chosen == "sglang" else []
+    assert list(options.arguments) == [*ours, *VALUES[name].get(role, {}).get("engineArgs", [])]
 
 
 @every
@@ -116,6 +117,16 @@ def test_every_pod_may_drain_before_it_is_killed(name, rendered):
         # `kvferry serve` gives an engine's server some seconds of its own to end.
         assert pod["terminationGracePeriodSeconds"] > drain_s + pause_s + engine_process.STOP_S
         assert pause_s == VALUES[name].get("preStopSeconds", 5)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_an_engine_that_waits_for_the_device_of_one_that_drains_is_no_failed_rollout(name, rendered):
+    for role in ("prefill", "decode"):
+        spec = of_kind(rendered(name), "Deployment")[role]["spec"]
+        pod = spec["template"]["spec"]
+        probe = container(pod)["startupProbe"]
+        starts_s = probe["periodSeconds"] * probe["failureThreshold"]
+        assert spec["progressDeadlineSeconds"] > starts_s + pod["terminationGracePeriodSeconds"]
 
 
 def test_kvferry_gives_an_engine_up_a_little_before_the_probe_does(rendered):

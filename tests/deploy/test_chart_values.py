@@ -67,13 +67,21 @@ def test_the_notes_are_of_this_release(tmp_path):
 
 
 class Cluster(BaseHTTPRequestHandler):
-    """As much of an API server as Helm asks for one Secret."""
+    """As much of an API server as Helm asks for one Secret and one Deployment."""
 
     def do_GET(self):
         secret = {"metadata": {"name": "ferry-kvferry-token"}, "data": {"token": "a2VwdA=="}}
         kinds = [{"name": "secrets", "kind": "Secret", "namespaced": True, "verbs": ["get"]}]
+        apps = [{"name": "deployments", "kind": "Deployment", "namespaced": True, "verbs": ["get"]}]
+        decode = {"metadata": {"name": "ferry-kvferry-decode"}, "spec": {"replicas": 8}}
         known = {
             "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": kinds},
+            "/apis/apps/v1": {"kind": "APIResourceList", "groupVersion": "apps/v1", "resources": apps},
+            "/apis/apps/v1/namespaces/inference/deployments/ferry-kvferry-decode": {
+                "apiVersion": "apps/v1",
+                "kind": "Deployment",
+                **decode,
+            },
             "/api/v1/namespaces/inference/secrets/ferry-kvferry-token": {
                 "apiVersion": "v1",
                 "kind": "Secret",
@@ -111,6 +119,50 @@ def kubeconfig(tmp_path):
         yield {**os.environ, "KUBECONFIG": str(tmp_path / "config"), "HOME": str(tmp_path)}
         server.shutdown()
         thread.join()
+
+
+@pytest.mark.parametrize(("namespace", "found"), [("inference", 8), ("elsewhere", None)])
+def test_turning_autoscaling_on_ends_no_engine(kubeconfig, namespace, found):
+    """A number that is not there any more is 1 for Kubernetes."""
+    values = MODEL | {"decode": {"autoscaling": {"enabled": True, "maxReplicas": 12}}}
+    arguments = ("--dry-run=server", "--namespace", namespace, "--show-only", "templates/engines.yaml", "--values", "-")
+    done = run("helm", "template", "ferry", CHART, *arguments, text=json.dumps(values), env=kubeconfig)
+    assert done.returncode == 0, done.stderr
+    specs = {each["metadata"]["name"]: each["spec"] for each in yaml.safe_load_all(done.stdout) if each}
+    assert specs["ferry-kvferry-decode"].get("replicas") == found
+    assert specs["ferry-kvferry-prefill"]["replicas"] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "found"),
+    [
+        ("Qwen/Qwen3-8B", {}, "Qwen/Qwen3-8B"),
+        ("/models/llama", {}, "llama"),
+        ("/models/llama", {"servedName": "ours"}, "ours"),
+    ],
+)
+def test_the_notes_call_a_model_as_engines_do(model, more, found, tmp_path):
+    values = {"model": model, "models": {"existingClaim": "claim" if model.startswith("/") else ""}, **more}
+    assert json.loads(re.search(r"-d '(.*)'", notes_of(values, tmp_path))[1])["model"] == found
+
+
+def test_names_that_look_like_numbers_stay_words():
+    values = MODEL | {"model": "/models/70", "models": {"existingClaim": "2024", "subPath": "70"}}
+    values |= {"token": {"existingSecret": "1", "key": "2"}, "prefill": {"priorityClassName": "1000"}}
+    done = run("helm", "template", "on", CHART, "--values", "-", text=json.dumps(values))
+    assert done.returncode == 0, done.stderr
+    wrong = []
+
+    def look(value, path):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(each, dict | list):
+                look(each, (*path, key))
+            elif key in ("subPath", "claimName", "priorityClassName", "secretName", "key") or "labels" in path:
+                wrong.extend([(*path, key, each)] * (not isinstance(each, str)))
+
+    for document in yaml.safe_load_all(done.stdout):
+        look(document or {}, ())
+    assert wrong == []
 
 
 @pytest.mark.parametrize(("namespace", "is_kept"), [("inference", True), ("elsewhere", False)])

@@ -8,7 +8,7 @@ import subprocess
 import msgspec
 import pytest
 import yaml
-from chart_support import KUBERNETES, container, needs_tools, run
+from chart_support import KUBERNETES, assert_token_is_read, container, needs_tools, run
 from docs_pages import blocks
 
 from kvferry.cli.serve.vllm import EXTENSION, MIDDLEWARE
@@ -36,6 +36,10 @@ def test_it_is_valid(pod, role, version, tmp_path):
     file.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role}, "spec": pod}))
     done = run("kubernetes-validate", "--strict", "--kubernetes-version", version, file)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_image_can_read_the_token(pod, role):
+    assert_token_is_read(pod)
 
 
 def test_vllm_gets_the_connector_and_the_middleware(pod, role):

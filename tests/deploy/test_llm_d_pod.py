@@ -6,7 +6,7 @@ import re
 
 import pytest
 import yaml
-from chart_support import KUBERNETES, ROOT, container, needs_tools, run
+from chart_support import KUBERNETES, ROOT, assert_token_is_read, container, needs_tools, run
 from docs_pages import blocks
 from llm_d.scheduler import SCHEDULED_BY
 
@@ -25,6 +25,10 @@ def test_it_is_valid(pod, version, tmp_path):
     file.write_text(yaml.safe_dump(pod))
     done = run("kubernetes-validate", "--strict", "--kubernetes-version", version, file)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_image_can_read_the_token(pod):
+    assert_token_is_read(pod["spec"])
 
 
 def test_kvferry_serve_takes_its_command_line(pod, served):

@@ -18,8 +18,8 @@
 
 {{/* What selects a release's pods. It never changes: a Deployment's selector cannot. */}}
 {{- define "kvferry.selector" -}}
-app.kubernetes.io/name: {{ include "kvferry.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "kvferry.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- with .component }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
@@ -51,6 +51,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* The number of replicas: null is the default, and 0 is 0. */}}
 {{- define "kvferry.replicas" -}}
 {{- if kindIs "invalid" .values.replicas }}{{ .default }}{{ else }}{{ int .values.replicas }}{{ end -}}
+{{- end -}}
+
+{{/* Under autoscaling: as many as there are now. Without a number a Deployment that had one would go down to one. */}}
+{{- define "kvferry.liveReplicas" -}}
+{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace .name | default dict -}}
+{{- with dig "spec" "replicas" "" $live }}{{ int . }}{{ end -}}
 {{- end -}}
 
 {{/* What a pod needs to end in order. Once a drain is over, open answers and an engine's server have some seconds. */}}
@@ -90,7 +96,7 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .values.nodeSelector }}
 nodeSelector:

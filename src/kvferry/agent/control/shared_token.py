@@ -23,6 +23,7 @@ MIN_DIFFERENT_BYTES = 8
 # More of them than a change needs are a mistake, such as a token that was wrapped.
 MAX_TOKENS = 4
 MAKE_ONE = "make one with: (umask 077; openssl rand -hex 32 > kvferry.token)"
+LET_READ = "let this process's group read it: chmod 640, or in Kubernetes securityContext.fsGroup"
 READABLE_BY_OTHERS = stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP
 
 
@@ -77,8 +78,9 @@ def read_token(path: str) -> SharedToken:
     try:
         contents = _contents(path)
     except OSError as error:
+        hint = LET_READ if isinstance(error, PermissionError) else MAKE_ONE
         raise ConfigurationError(
-            "the token file cannot be read", found=f"{path}: {error.strerror}", hint=MAKE_ONE
+            "the token file cannot be read", found=f"{path}: {error.strerror}", hint=hint
         ) from error
     if not contents:
         raise ConfigurationError("the token file is empty", found=path, hint=MAKE_ONE)
