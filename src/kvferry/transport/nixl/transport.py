@@ -272,9 +272,12 @@ class NixlTransport:
             try:
                 self._remote_agents.renew(agent)
             except TransportError as error:
-                for job in self._jobs:
-                    if job.agent == agent and job.waiting:
-                        job.stop_posting("; ".join(filter(None, (job.reason, str(error)))))
+                self._give_up_waiting(agent, str(error))
+
+    def _give_up_waiting(self, agent: str, error: str) -> None:
+        for job in self._jobs:
+            if job.agent == agent and job.waiting:
+                job.stop_posting("; ".join(filter(None, (job.reason, error))))
 
     def _is_active(self, job: Job, handle: Any, part: Part) -> bool:
         try:
