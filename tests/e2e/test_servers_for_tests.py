@@ -44,3 +44,20 @@ def test_one_that_is_slow_is_not_waited_for_beyond_its_time():
         running(("serve", "--port", "0"), prefix=("sh", "-c", "exec cat", "sh"), ready_s=0.1),
     ):
         pytest.fail("it cannot start")
+
+
+@pytest.mark.parametrize("line", ["ready", "7", "[1]", '{"address": "x"}'])
+def test_one_that_says_something_else_has_not_started(line):
+    with (
+        pytest.raises(ConfigurationError, match=f"this did not start: kvferry serve; found: {re.escape(line)}"),
+        running(("serve",), prefix=("sh", "-c", f"echo '{line}'; exec cat", "sh")),
+    ):
+        pytest.fail("it has no URL")
+
+
+def test_a_program_that_is_not_there_starts_nothing():
+    with (
+        pytest.raises(ConfigurationError, match=r"this did not start: kvferry serve; found: .*No such file"),
+        running(("serve",), prefix=("/no/such/program",)),
+    ):
+        pytest.fail("it cannot start")

@@ -42,6 +42,14 @@ def test_a_run_is_looked_at_as_often_whatever_its_length(duration_s):
     assert 0 < result.busiest_link <= 1
 
 
+@pytest.mark.parametrize(("duration_s", "seed"), [(5.184, 325), (5.433, 326), (34.666, 376), (4.677, 377)])
+def test_a_run_ends_no_rounding_before_the_last_look_at_it(duration_s, seed):
+    """Whose requests have all ended before."""
+    result = run(setting(FLEET, duration_s), rate=6.0 / duration_s, lengths=((10, 20), (1, 2)), seed=seed)
+    assert len(result.samples) == 120
+    assert result.busiest_link > 0
+
+
 def test_links_are_busy_in_the_time_that_counts():
     """Ten caches of 80 MB take 80 ms of an empty link: eight in the warm-up, and two after it."""
     given = setting(Fleet(1, 1, per_rack=1), 20.0, times=Times(warm_up_s=10.0))
