@@ -503,6 +503,34 @@ def test_a_peer_that_does_not_read_gets_no_more_than_its_queue_and_holds_up_nobo
     assert frames(quick, listener)[0].frame == b"answer"
 
 
+@pytest.mark.parametrize("token", [NO_TOKEN, OURS], ids=["no token", "token"])
+def test_a_connection_on_which_nothing_is_answered_is_replaced(channel, monkeypatch, token):
+    """A long message of it may be lost again and again, and keep back all that follow."""
+    listener, connector = channel(token), channel(token)
+    routes = []
+    for unanswered_s, number in ((DEADLINE_S, 2), (0.0, 4)):
+        monkeypatch.setattr(source_connections, "UNANSWERED_S", unanswered_s)
+        while len(routes) < number:
+            connector.send(key(listener), b"question")
+            (asked,) = frames(listener, connector)
+            routes.append(asked.routing_id)
+    assert len(set(routes)) == 3
+    assert routes[0] == routes[1]
+
+
+def test_a_connection_on_which_something_is_answered_stays(channel, monkeypatch):
+    monkeypatch.setattr(source_connections, "UNANSWERED_S", 0.0)
+    listener, connector = channel(), channel()
+    routes = set()
+    for _ in range(3):
+        connector.send(key(listener), b"question")
+        (asked,) = frames(listener, connector)
+        routes.add(asked.routing_id)
+        listener.reply(asked.routing_id, b"answer")
+        assert frames(connector, listener)
+    assert len(routes) == 1
+
+
 def test_an_answer_to_somebody_who_is_gone_is_not_sent(channel):
     assert channel().reply("00deadbeef", b"answer") is False
 

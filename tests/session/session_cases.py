@@ -29,6 +29,9 @@ TARGET_OFFER = m.TargetOffer(TARGET, TARGET_LAYOUTS, TRANSPORTS, PROBE)
 HELLO, OURS = Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", TARGET, "p0", "epoch-1")), Send(PEER, TARGET_OFFER)
 LANDED, ABORT = Send(PEER, m.Landed(TARGET, "q1", "l1")), Send(PEER, m.Abort(TARGET, "q1", "l1"))
 RENEW = Send(PEER, m.Renew(TARGET, ("l1",)))
+LONG_RENEW = Send(PEER, m.Renew(TARGET, ("l1",), bytes(m.MAX_PADDING_BYTES)))
+# How a source answers long heartbeats.
+ALIVE = m.Renewed((), b"long")
 # What is digested of six tokens, and what comes of it.
 STATES = ("model.layers.0.k", "model.layers.0.v", "model.layers.1.k", "model.layers.1.v")
 PART = Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 6))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from playbook import play
-from session_cases import REFERENCE, answer, failure, said
+from session_cases import ALIVE, REFERENCE, answer, failure, said
 from session_cases import SOURCE as US
 from session_cases import TARGET as THEM
 from session_cases import TARGET_OFFER as OFFER
@@ -91,6 +91,7 @@ def test_a_target_does_not_wait_for_a_write_that_does_not_end(target):
         if any(isinstance(command, FetchFailed) for command in commands):
             break
         target.handle(answer(m.Grant("q1", ())), now)
+        target.handle(answer(ALIVE), now)
     assert failure(commands).reason == "deadline"
 
 

@@ -5,8 +5,10 @@ import pytest
 from playbook import play
 from session_cases import (
     ABORT,
+    ALIVE,
     HELLO,
     LANDED,
+    LONG_RENEW,
     MODEL,
     OFFER,
     OTHER_TARGET,
@@ -289,17 +291,24 @@ def test_a_peer_that_answers_heartbeats_is_not_lost_until_the_transfer_deadline(
     for second in range(1, 20):
         (sent,) = target.handle(Tick(), float(second))
         assert sent.message.lease_ids == ("l1",)
-        target.handle(answer(m.Renewed(())), second + 0.1)
+        target.handle(answer(ALIVE), second + 0.1)
     assert failure(target.handle(Tick(), 20.5)).reason == "deadline"
 
 
 def test_heartbeats_are_as_long_as_frames_while_a_read_stands_still(target):
     """What loses long packets only would let short heartbeats pass."""
-    short, long = (Send(PEER, m.Renew(US, ("l1",), padding)) for padding in (b"", bytes(m.MAX_PADDING_BYTES)))
     play(target, POSTED)
-    play(target, [(1.2, Tick(), [short]), (2.3, Tick(), [long]), (2.4, answer(m.Renewed(())), [])])
-    play(target, [(3.4, Tick(), [long]), (3.5, TicketEnded(KEY, ""), [Send]), (4.3, answer(m.Renewed(())), [])])
-    play(target, [(4.5, Tick(), [Send, short])])
+    play(target, [(1.2, Tick(), [RENEW]), (2.3, Tick(), [LONG_RENEW]), (2.4, answer(ALIVE), [])])
+    play(target, [(3.4, Tick(), [LONG_RENEW]), (3.5, TicketEnded(KEY, ""), [Send]), (4.3, answer(ALIVE), [])])
+    play(target, [(4.5, Tick(), [Send, RENEW]), (5.6, answer(m.Renewed(())), [])])
+    assert RENEW in target.handle(Tick(), 8.5)
+
+
+def test_short_answers_are_no_answers_to_long_heartbeats(target):
+    """They are of messages that were sent before, or come over a new connection."""
+    play(target, [*POSTED, (1.0, Tick(), [RENEW]), (1.2, answer(m.Renewed(())), []), (2.3, Tick(), [LONG_RENEW])])
+    play(target, [(4.0, answer(m.Renewed(())), [])])
+    assert failure(target.handle(Tick(), 4.3)).reason == "peer_lost"
 
 
 def test_nobody_writes_to_a_target_that_reads(target):
@@ -410,7 +419,7 @@ def test_a_read_whose_bytes_move_is_not_given_up(target):
     limit_s, ended = TIMING.hold_s + TIMING.transfer_s, []
     for second in range(1, int(limit_s) + 3):
         now = float(second)
-        target.handle(answer(m.Renewed(())), now)
+        target.handle(answer(ALIVE), now)
         target.handle(PeerMoved(PEER), now)
         ended += [now for command in target.handle(Tick(), now) if isinstance(command, FetchFailed)]
     assert ended == [limit_s + 1]
@@ -420,7 +429,7 @@ def test_bytes_of_another_peer_are_no_reason_to_wait(target):
     play(target, POSTED)
     ended = []
     for second in range(1, int(TIMING.transfer_s) + 3):
-        target.handle(answer(m.Renewed(())), float(second))
+        target.handle(answer(ALIVE), float(second))
         target.handle(PeerMoved(replace(PEER, address="tcp://127.0.0.1:2")), float(second))
         target.handle(PeerMoved(US), float(second))
         ended += [second for command in target.handle(Tick(), float(second)) if isinstance(command, FetchFailed)]
@@ -539,7 +548,7 @@ def test_a_source_that_grants_late_has_its_own_time_to_move(target):
     play(target, [(0.3, AnswerArrived(first, GRANT), [Post]), (0.4, TicketEnded(ReadKey("q1", first), ""), [Send])])
     play(target, [(1.0, AnswerArrived(first, m.Valid("q1")), []), (4.0, AnswerArrived(second, GRANT), [Post])])
     for now in (0.4 + TIMING.transfer_s, 4.0 + TIMING.transfer_s, 4.1 + TIMING.transfer_s):
-        target.handle(AnswerArrived(second, m.Renewed(())), now)
+        target.handle(AnswerArrived(second, ALIVE), now)
         failed = [command for command in target.handle(Tick(), now) if isinstance(command, FetchFailed)]
         assert bool(failed) == (now > 4.0 + TIMING.transfer_s)
 
@@ -551,7 +560,7 @@ def test_that_one_source_gets_on_is_no_reason_to_wait_for_another(granted_at, en
     target, (first, second) = session(), PEERS
     greet(target)
     said = [(now, AnswerArrived(first, m.Queued("q1"))) for now in range(1, 40)]
-    said += [(now, AnswerArrived(second, GRANT if now == granted_at else m.Renewed(()))) for now in range(1, 40)]
+    said += [(now, AnswerArrived(second, GRANT if now == granted_at else ALIVE)) for now in range(1, 40)]
     ends = [now for now, event in sorted(said, key=lambda each: each[0]) if _fails(target, event, now)]
     assert ends[0] == ends_at + 1
 
@@ -559,7 +568,7 @@ def test_that_one_source_gets_on_is_no_reason_to_wait_for_another(granted_at, en
 def test_a_read_that_hangs_has_the_time_from_its_own_grant(target):
     greet(target)
     play(target, [(at, AnswerArrived(peer, GRANT), [Post]) for at, peer in zip((1, 5), PEERS, strict=True)])
-    said = [(now, AnswerArrived(peer, m.Renewed(()))) for now in range(6, 40) for peer in PEERS]
+    said = [(now, AnswerArrived(peer, ALIVE)) for now in range(6, 40) for peer in PEERS]
     assert next(now for now, event in said if _fails(target, event, now)) == 22
 
 
@@ -692,10 +701,10 @@ def test_a_peer_that_answers_anything_but_what_it_should_is_a_deadline(target):
     """Neither a grant nor silence: only the limit of the whole fetch ends this."""
     play(target, HANDSHAKE)
     for second in range(1, 26):
-        target.handle(answer(m.Renewed(())), float(second))
+        target.handle(answer(ALIVE), float(second))
         commands = target.handle(Tick(), float(second))
         assert not any(isinstance(command, FetchFailed) for command in commands)
-    target.handle(answer(m.Renewed(())), 25.1)
+    target.handle(answer(ALIVE), 25.1)
     assert failure(target.handle(Tick(), 25.2)).reason == "deadline"
 
 
@@ -774,7 +783,7 @@ def test_a_waiting_request_keeps_its_lease_and_then_claims_at_once():
     target = held()
     for second in (1, 2, 3):
         assert target.handle(Tick(), float(second)) == [RENEW]
-        target.handle(answer(m.Renewed(())), second + 0.1)
+        target.handle(answer(ALIVE), second + 0.1)
     assert target.next_deadline(3.5) < 4.5
     assert target.handle(WANTED, 3.6) == [CLAIM]
     target.handle(AbortRequest("q1"), 3.7)

@@ -6,8 +6,10 @@ import pytest
 from playbook import play
 from session_cases import (
     ABORT,
+    ALIVE,
     HELLO,
     LANDED,
+    LONG_RENEW,
     OFFER,
     OURS,
     PEER,
@@ -227,10 +229,20 @@ def test_a_push_has_the_deadline_of_a_pull(target):
     play(target, GRANTED)
     for second in range(1, 20):
         target.handle(Tick(), float(second))
-        target.handle(answer(m.Renewed(())), second + 0.1)
+        target.handle(answer(ALIVE), second + 0.1)
     commands = target.handle(Tick(), 20.5)
     assert failure(commands).reason == "deadline"
     assert ABORT in commands
+
+
+def test_a_source_that_writes_has_time_to_notice_that_it_cannot(target):
+    """Long heartbeats that are lost would keep back its word of it."""
+    play(target, [*HANDSHAKE, (0.4, GRANT, [])])
+    for second in range(1, 5):
+        play(target, [(float(second), Tick(), [CLAIM, RENEW]), (second + 0.1, answer(m.Renewed(())), [])])
+    play(target, [(5.0, Tick(), [CLAIM, LONG_RENEW]), (5.1, answer(m.Renewed(())), [])])
+    assert LONG_RENEW in target.handle(Tick(), 7.0)
+    assert failure(target.handle(Tick(), 7.2)).reason == "peer_lost"
 
 
 def test_a_lease_that_is_gone_ends_a_push(target):

@@ -4,6 +4,9 @@ ZeroMQ connects again and again, also to somebody who ends every handshake. Who 
 or is no agent at all: no answer will ever come. So a connection is watched until its handshake has succeeded. Where the
 other side ends it at once, it begins anew with the next token that is accepted. When all were refused, the next message
 to the peer begins once more, since what is in between may just be starting, until it has been refused for some seconds.
+
+Sources answer every message that is repeated. A connection on which nothing has been answered for `UNANSWERED_S` is
+replaced by the next message: a network that loses long packets has lost one of it, and what follows would wait behind.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 import zmq
@@ -40,12 +44,14 @@ EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 AT_ONCE_S = HANDSHAKE_MS / 2000
 # Whoever has refused us for so long will go on. A proxy does so while the agent behind it starts.
 REFUSED_S = 3.0
+UNANSWERED_S = 10.0
 
 
 @dataclass(slots=True)
 class _Connection:
     """`monitor` is there until the handshake has succeeded. This attempt has begun at `began`, with the first of
-    `tokens`; the others were not tried yet, and `frames` are kept for them."""
+    `tokens`; the others were not tried yet, and `frames` are kept for them. `asked_at` is when the first message was
+    sent that nothing has been heard after; infinity without one."""
 
     peer: PeerKey
     socket: zmq.Socket[bytes]
@@ -53,6 +59,7 @@ class _Connection:
     tokens: tuple[SharedToken, ...]
     monitor: zmq.Socket[bytes] | None = None
     frames: list[bytes] = field(default_factory=list)
+    asked_at: float = inf
 
 
 class SourceConnections:
@@ -72,12 +79,16 @@ class SourceConnections:
     def send(self, peer: PeerKey, frame: bytes) -> bool:
         """Connects on first use. False when that fails, is not allowed, or the queue is full. What is sent to somebody
         who refuses all tokens is lost."""
+        now = time.monotonic()
+        if peer in self._by_peer and now - self._by_peer[peer].asked_at > UNANSWERED_S:
+            self._drop(peer)
         if peer not in self._by_peer:
             is_full = len(self._by_peer) >= MAX_SOURCES
             may_connect = is_address(peer.address, on_this_host=not self._token)
             if is_full or not may_connect or not self._connect(peer, self._token.each):
                 return False
         connection = self._by_peer[peer]
+        connection.asked_at = min(connection.asked_at, now)
         if connection.monitor is not None and len(connection.frames) < MAX_QUEUED:
             connection.frames.append(frame)
         return send_now(connection.socket, self._poller, [frame])
@@ -87,6 +98,7 @@ class SourceConnections:
         found = [(socket, self._by_socket[socket]) for socket in ready & self._by_socket.keys()]
         for socket, connection in found:
             if socket is connection.socket:
+                connection.asked_at = inf
                 yield from ((connection.peer, parts[0] if len(parts) == 1 else b"") for parts in received(socket))
         for socket, connection in found:
             if socket is connection.monitor:

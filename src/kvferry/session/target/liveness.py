@@ -4,7 +4,8 @@ A source counts as lost when it has been silent for `Timing.silence_s` while a r
 listens at its address any more, or one read after the other fails. One from which nothing has been fetched for
 `idle_peer_s` is forgotten. Heartbeats keep leases alive that are used or going to be used, also those of requests that
 wait in the engine's queue. While a read makes no progress they are as long as frames of the network: a source that only
-short messages reach is silent then.
+short messages reach is silent then. Where they are lost, what follows them on their connection waits for them: a source
+that moves the bytes itself has time to notice that it cannot, and to say so, before heartbeats to it are long.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from kvferry.session.events import HoldRequest
 from kvferry.session.keys import PeerKey, peers_of
 from kvferry.session.target.peers.handshakes import Handshakes, PeerLost, Step
 from kvferry.session.target.peers.peer import Peer
-from kvferry.session.target.reads.fetch import LEASED, Fetch, FetchBroken, is_needed, needed_peers
+from kvferry.session.target.reads.fetch import LEASED, Fetch, FetchBroken, Read, is_needed, needed_peers
 from kvferry.session.timing import Timing
-from kvferry.wire.messages import MAX_PADDING_BYTES, Party, Reason, Reference, Renew
+from kvferry.wire.messages import MAX_PADDING_BYTES, Message, Party, Reason, Reference, Renew, Renewed
 
 # A lost source is met again for leases of waiting requests, each time after so many heartbeats.
 LOST_HEARTBEATS = 5
@@ -45,6 +46,8 @@ class Liveness:
         self.queued: dict[Reference, tuple[HoldRequest, float]] = {}
         # Until when each lost source is left alone.
         self._lost: dict[PeerKey, float] = {}
+        # Whose last heartbeat was long.
+        self._stalled: set[PeerKey] = set()
 
     def hold(self, request: HoldRequest, now: float) -> None:
         """Keep the lease of a queued request alive for at most `hold_s`. A repeated request changes nothing."""
@@ -158,14 +161,18 @@ class Liveness:
         by_peer: dict[PeerKey, list[str]] = {}
         for key, lease_id in (*self._used(), *self._held(), *self._unclaimed()):
             by_peer.setdefault(key, []).append(lease_id)
-        stalled = self._stalled(now)
-        for key, lease_ids in by_peer.items():
-            yield Send(key, Renew(self._ours, tuple(lease_ids), PADDING if key in stalled else b""))
-
-    def _stalled(self, now: float) -> set[PeerKey]:
-        """The peers whose bytes are awaited and have not come for a while."""
         reads = (item for fetch in self._fetches.values() for item in fetch.reads.items())
-        return {key for key, read in reads if read.is_stalled(now, self._timing.heartbeat_s)}
+        self._stalled = {key for key, read in reads if read.is_stalled(now, self._patience_s(read))}
+        for key, lease_ids in by_peer.items():
+            yield Send(key, Renew(self._ours, tuple(lease_ids), PADDING if key in self._stalled else b""))
+
+    def _patience_s(self, read: Read) -> float:
+        """How long no bytes of a read may come before heartbeats to its source are long."""
+        return self._timing.fence_s if read.is_moved_by_source else self._timing.heartbeat_s
+
+    def shows_life(self, key: PeerKey, answer: Message) -> bool:
+        """Whether an answer means that bytes of its source can arrive: after a long heartbeat, only a long one does."""
+        return key not in self._stalled or (isinstance(answer, Renewed) and len(answer.padding) > 0)
 
     def _used(self) -> Iterator[tuple[PeerKey, str]]:
         for fetch in self._fetches.values():

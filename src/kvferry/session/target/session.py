@@ -202,7 +202,8 @@ class TargetSession:
             return
         if event.peer in self._peers:
             peer = self._peers[event.peer]
-            peer.last_heard = now
+            if self._liveness.shows_life(event.peer, event.message):
+                peer.last_heard = now
             yield from handler(peer, event.message, now) if handler else ()
 
     def _refused(self, peer: Peer, refusal: m.Refusal, now: float) -> Iterator[Step]:

@@ -123,6 +123,11 @@ class Read:
         return self.machine.state
 
     @property
+    def is_moved_by_source(self) -> bool:
+        """Whether the source alone moves the bytes, and so notices when they cannot be moved."""
+        return self.mode.strategy.source_gathers or self.direction is Direction.WRITE
+
+    @property
     def is_exposed(self) -> bool:
         """Whether the source may write to our blocks, or to our staging memory, for all we know."""
         if self.strategy.is_staged:
