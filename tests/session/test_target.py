@@ -305,10 +305,21 @@ def test_heartbeats_are_as_long_as_frames_while_a_read_stands_still(target):
 
 
 def test_short_answers_are_no_answers_to_long_heartbeats(target):
-    """They are of messages that were sent before, or come over a new connection."""
+    """They are of messages that were sent before, or come over a new connection. What is lost may be longer."""
     play(target, [*POSTED, (1.0, Tick(), [RENEW]), (1.2, answer(m.Renewed(())), []), (2.3, Tick(), [LONG_RENEW])])
-    play(target, [(4.0, answer(m.Renewed(())), [])])
-    assert failure(target.handle(Tick(), 4.3)).reason == "peer_lost"
+    for second in (3.2, 4.2, 5.1):
+        target.handle(answer(m.Renewed(())), second)
+    assert LONG_RENEW in target.handle(Tick(), 5.2)
+    error = failure(target.handle(Tick(), 5.4))
+    assert error.reason == "peer_lost"
+    assert "MTU" in error.hint
+
+
+def test_a_slow_source_has_as_long_as_ever_to_answer_a_long_heartbeat(target):
+    play(target, [*POSTED, (1.2, Tick(), [RENEW]), (2.3, Tick(), [LONG_RENEW]), (3.4, answer(m.Renewed(())), [])])
+    assert LONG_RENEW in target.handle(Tick(), 4.4)
+    target.handle(answer(ALIVE), 5.1)
+    assert LONG_RENEW in target.handle(Tick(), 8.0)
 
 
 def test_nobody_writes_to_a_target_that_reads(target):

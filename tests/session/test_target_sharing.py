@@ -271,3 +271,11 @@ def test_what_cannot_be_cut_is_read_alone_or_packed():
     assert said == [OURS]
     (claim,) = session.handle(answer(m.Reached("cma", "")), 0.4)
     assert (claim.message.strategy, claim.message.read_from) == (Strategy.PACK, 0)
+
+
+def test_where_only_the_source_still_writes_it_has_time_to_notice_that_it_cannot():
+    session = moving()
+    session.handle(READ, 0.6)
+    for second in range(1, 4):
+        assert RENEW in session.handle(Tick(), float(second))
+        session.handle(answer(m.Renewed(())), second + 0.1)

@@ -20,7 +20,7 @@ from kvferry.session.target.peers.handshakes import Handshakes, PeerLost, Step
 from kvferry.session.target.peers.peer import Peer
 from kvferry.session.target.reads.fetch import LEASED, Fetch, FetchBroken, Read, is_needed, needed_peers
 from kvferry.session.timing import Timing
-from kvferry.wire.messages import MAX_PADDING_BYTES, Message, Party, Reason, Reference, Renew, Renewed
+from kvferry.wire.messages import MAX_PADDING_BYTES, Party, Reason, Reference, Renew, Renewed
 
 # A lost source is met again for leases of waiting requests, each time after so many heartbeats.
 LOST_HEARTBEATS = 5
@@ -46,8 +46,8 @@ class Liveness:
         self.queued: dict[Reference, tuple[HoldRequest, float]] = {}
         # Until when each lost source is left alone.
         self._lost: dict[PeerKey, float] = {}
-        # Whose last heartbeat was long.
-        self._stalled: set[PeerKey] = set()
+        # Whose last heartbeat was long, and when each last answered one, or got the first.
+        self._stalled: dict[PeerKey, float] = {}
 
     def hold(self, request: HoldRequest, now: float) -> None:
         """Keep the lease of a queued request alive for at most `hold_s`. A repeated request changes nothing."""
@@ -75,6 +75,9 @@ class Liveness:
             yield CheckLiveness(peer.key)
         if silent_s > self._timing.silence_s:
             yield _lost(peer.key, f"{peer.key} has not answered for {self._timing.silence_s:g} s")
+        elif now - self._stalled.get(peer.key, now) > self._timing.silence_s:
+            what = f"{peer.key} has answered nothing long for {self._timing.silence_s:g} s, only short messages"
+            yield _lost(peer.key, what, "does the network between both lose long packets? compare the MTU of its parts")
 
     def _forget_idle(self, now: float) -> Iterator[Step]:
         used = {key for fetch in self._fetches.values() for key in fetch.peers}
@@ -161,8 +164,9 @@ class Liveness:
         by_peer: dict[PeerKey, list[str]] = {}
         for key, lease_id in (*self._used(), *self._held(), *self._unclaimed()):
             by_peer.setdefault(key, []).append(lease_id)
-        reads = (item for fetch in self._fetches.values() for item in fetch.reads.items())
-        self._stalled = {key for key, read in reads if read.is_stalled(now, self._patience_s(read))}
+        reads = [item for fetch in self._fetches.values() for item in fetch.reads.items()]
+        stalled = [key for key, read in reads if read.is_stalled(now, self._patience_s(read))]
+        self._stalled = {key: self._stalled.get(key, now) for key in stalled}
         for key, lease_ids in by_peer.items():
             yield Send(key, Renew(self._ours, tuple(lease_ids), PADDING if key in self._stalled else b""))
 
@@ -170,9 +174,10 @@ class Liveness:
         """How long no bytes of a read may come before heartbeats to its source are long."""
         return self._timing.fence_s if read.is_moved_by_source else self._timing.heartbeat_s
 
-    def shows_life(self, key: PeerKey, answer: Message) -> bool:
-        """Whether an answer means that bytes of its source can arrive: after a long heartbeat, only a long one does."""
-        return key not in self._stalled or (isinstance(answer, Renewed) and len(answer.padding) > 0)
+    def renewed(self, key: PeerKey, renewed: Renewed, now: float) -> None:
+        """Note a long answer: bytes of this source can arrive."""
+        if renewed.padding and key in self._stalled:
+            self._stalled[key] = now
 
     def _used(self) -> Iterator[tuple[PeerKey, str]]:
         for fetch in self._fetches.values():

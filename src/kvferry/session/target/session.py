@@ -202,8 +202,7 @@ class TargetSession:
             return
         if event.peer in self._peers:
             peer = self._peers[event.peer]
-            if self._liveness.shows_life(event.peer, event.message):
-                peer.last_heard = now
+            peer.last_heard = now
             yield from handler(peer, event.message, now) if handler else ()
 
     def _refused(self, peer: Peer, refusal: m.Refusal, now: float) -> Iterator[Step]:
@@ -219,6 +218,7 @@ class TargetSession:
             yield PeerLost(peer.key, error)
 
     def _renewed(self, peer: Peer, renewed: m.Renewed, now: float) -> Iterator[Step]:
+        self._liveness.renewed(peer.key, renewed, now)
         error = TransferError(Reason.EXPIRED, "the lease expired before the transfer was complete")
         for fetch in list(self._fetches.values()):
             reading = peer.key in fetch.reads and fetch.reads[peer.key].state is f.ReadState.MOVING

@@ -124,8 +124,8 @@ class Read:
 
     @property
     def is_moved_by_source(self) -> bool:
-        """Whether the source alone moves the bytes, and so notices when they cannot be moved."""
-        return self.mode.strategy.source_gathers or self.direction is Direction.WRITE
+        """Whether the source alone still moves bytes, and so notices when they cannot be moved."""
+        return self.strategy.source_gathers or self.movers == {Direction.WRITE}
 
     @property
     def is_exposed(self) -> bool:
