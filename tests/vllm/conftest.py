@@ -30,7 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(TEST_S))
         if not is_installed("vllm"):
             item.add_marker(pytest.mark.skip(reason="vllm is not installed: see make test-vllm"))
-    # Tests on the same pair run one after the other, so that each pair is started once.
+    # Tests on the same pair run one after the other, so that each pair is started once; so do those of a file that
+    # starts something of its own.
     first_use: dict[str, int] = {}
     for item in ours:
         first_use.setdefault(pair_of(item), len(first_use))
@@ -39,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pair_of(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
-    return repr(callspec.params.get("spec")) if callspec is not None else ""
+    return repr(callspec.params["spec"]) if callspec is not None and "spec" in callspec.params else str(item.path)
 
 
 class Running:
