@@ -78,3 +78,26 @@ def test_a_full_pool_of_two_groups_never_starves(loop: Loop, sliding_path: Path)
     loop.run(crowd())
     expect_empty(loop, engine)
     loop.run(engine.close())
+
+
+def test_many_short_prompts_are_held_at_once_and_the_longest_one_after_them(loop: Loop, sliding_path: Path) -> None:
+    """The longest sequence alone needs nearly the whole pool, and most of it for the layers that see everything."""
+    engine = Engine(Settings(str(sliding_path), block_tokens=8, num_blocks=40, max_batch_tokens=256))
+
+    async def fill() -> list[int]:
+        for i in range(5):
+            await engine.prefill(request(f"short{i}", 60, 1, seed=i))
+        held = engine._core.num_held_sectors()
+        assert sum(held) <= engine._core.num_sectors
+        assert held[0] == engine.block_usage().allocated[0] == 5 * 7
+        late = asyncio.create_task(ids_of(engine.generate(request("longest", engine.max_tokens - 1, 1))))
+        await asyncio.sleep(0)
+        assert engine.block_usage().num_waiting == 1
+        for i in range(5):
+            engine.release(f"short{i}")
+        return await late
+
+    loop.run(engine.start())
+    assert len(loop.run(fill())) == 1
+    expect_empty(loop, engine)
+    loop.run(engine.close())

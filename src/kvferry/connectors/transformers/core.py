@@ -122,6 +122,14 @@ class Core:
         """Blocks in block tables, per cache group; a snapshot that may be a step old."""
         return tuple(sum(map(len, list(a.block_table.values()))) for a in self._allocators())
 
+    def num_held_sectors(self) -> tuple[int, ...]:
+        """Sectors of the pool with a block in a block table, per cache group. From any thread: a table that is dropped
+        meanwhile is counted, one that is new meanwhile may not be."""
+        return tuple(
+            len({block // a.blocks_per_sector for table in list(a.block_table.values()) for block in list(table)})
+            for a in self._allocators()
+        )
+
     def memory(self) -> Memory:
         """The cache's memory. It stays mapped as long as this object lives."""
         return self._memory

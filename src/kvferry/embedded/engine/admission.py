@@ -2,6 +2,11 @@
 
 The engine's thread ends when blocks that it does not schedule fill its pool and nothing can run. Held and reserved
 blocks are such blocks, so a request is admitted only if it can run to its last token.
+
+The cache groups draw sectors from one pool and cut them into blocks of their own sizes. A sector that holds one block
+is lost to the other groups, so sums of blocks prove nothing. But a group draws a sector only when all blocks of those
+that it holds are used: it never holds more than it holds now, or than all blocks granted to it fill, whichever is more.
+A request is admitted when the pool has so many sectors for every group.
 """
 
 from __future__ import annotations
@@ -11,18 +16,21 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import add
 
 from kvferry.connectors.jobs import GroupSize
 
 Blocks = tuple[int, ...]
+Sectors = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockUsage:
     """The use of the cache at one time, in blocks per cache group.
 
-    `granted` is what the admitted requests may use at most, `allocated` what is in block tables now. `num_waiting`
-    requests wait for room; the blocks of `num_leased` requests are, or will be, in the hands of a transfer.
+    `capacity` is what a group could have if it had the pool alone, `granted` what the admitted requests may use at
+    most, `allocated` what is in block tables now. `num_waiting` requests wait for room; the blocks of `num_leased`
+    requests are, or will be, in the hands of a transfer.
     """
 
     capacity: Blocks
@@ -33,12 +41,20 @@ class BlockUsage:
 
 
 class Admission:
-    """Grants blocks of every group at once, strictly in the order of asking. For one event loop."""
+    """Grants blocks of every group at once, strictly in the order of asking. For one event loop.
 
-    def __init__(self, capacity: Blocks) -> None:
-        self.capacity = capacity
+    `num_held` says how many sectors of the pool each group holds: all that it has held since the call began, or more.
+    """
+
+    def __init__(self, groups: tuple[GroupSize, ...], num_sectors: int, num_held: Callable[[], Sectors]) -> None:
+        self._groups, self._num_sectors, self._num_held = groups, num_sectors, num_held
         self._grants: dict[str, Blocks] = {}
         self._waiting: deque[tuple[str, Blocks, asyncio.Future[None]]] = deque()
+
+    @property
+    def capacity(self) -> Blocks:
+        """Blocks that each group could have if it had the pool alone."""
+        return tuple(self._num_sectors * group.blocks_per_sector for group in self._groups)
 
     async def acquire(self, request_id: str, blocks: Blocks) -> None:
         """Wait until there is room. The caller has made sure that the request fits an empty cache."""
@@ -67,7 +83,7 @@ class Admission:
     @property
     def granted(self) -> Blocks:
         """Blocks granted to all requests, per group."""
-        return tuple(sum(grant[i] for grant in self._grants.values()) for i in range(len(self.capacity)))
+        return tuple(sum(grant[i] for grant in self._grants.values()) for i in range(len(self._groups)))
 
     @property
     def num_waiting(self) -> int:
@@ -76,13 +92,22 @@ class Admission:
     def _grant(self) -> None:
         while self._waiting:
             request_id, blocks, turn = self._waiting[0]
-            room = zip(self.capacity, self.granted, blocks, strict=True)
-            if any(granted + wanted > capacity for capacity, granted, wanted in room):
+            if not self._has_room(blocks):
                 return
             self._waiting.popleft()
             if not turn.done():
                 self._grants[request_id] = blocks
                 turn.set_result(None)
+
+    def _has_room(self, blocks: Blocks) -> bool:
+        granted = self.granted
+        filled = _sectors(self._groups, tuple(map(add, granted, blocks)))
+        if sum(filled) > self._num_sectors:
+            return False
+        # A sector that is held has a granted block. What is being freed is counted as held a little longer: without
+        # this the last request to end would leave the next one waiting for an end that does not come.
+        held = map(min, self._num_held(), granted)
+        return sum(map(max, filled, held)) <= self._num_sectors
 
 
 def blocks_for(groups: tuple[GroupSize, ...], num_tokens: int) -> Blocks:
@@ -91,36 +116,15 @@ def blocks_for(groups: tuple[GroupSize, ...], num_tokens: int) -> Blocks:
     return tuple(-(-tokens // group.block_tokens) for tokens, group in zip(kept, groups, strict=True))
 
 
-def longest(groups: tuple[GroupSize, ...], capacity: Blocks, at_most: int) -> int:
-    """The longest sequence, up to `at_most` tokens, that fits the capacity of every group."""
+def longest(groups: tuple[GroupSize, ...], num_sectors: int, at_most: int) -> int:
+    """The longest sequence, up to `at_most` tokens, that fits a pool of so many sectors."""
 
-    def fits(num_tokens: int) -> bool:
-        wanted = blocks_for(groups, num_tokens)
-        return all(blocks <= room for blocks, room in zip(wanted, capacity, strict=True))
+    def is_too_long(num_tokens: int) -> bool:
+        return sum(_sectors(groups, blocks_for(groups, num_tokens))) > num_sectors
 
-    return _most(fits, at_most)
-
-
-def quotas(groups: tuple[GroupSize, ...], num_sectors: int, max_tokens: int) -> Blocks:
-    """A fixed share of the pool for each group, in blocks.
-
-    The groups draw sectors from one pool and cut them into blocks of their own sizes; a sector that holds one block
-    is lost to the others. With a share per group, rounded to whole sectors, that cannot starve anyone: a group never
-    holds more sectors than its share has. The shares are those of the longest sequence that the pool can hold.
-    """
-    most = _most(lambda num_tokens: sum(_sectors(groups, num_tokens)) <= num_sectors, max_tokens)
-    wanted = _sectors(groups, most)
-    spare = num_sectors - sum(wanted)
-    shares = [sectors + spare * sectors // max(1, sum(wanted)) for sectors in wanted]
-    shares[shares.index(max(shares))] += num_sectors - sum(shares)
-    return tuple(share * group.blocks_per_sector for share, group in zip(shares, groups, strict=True))
+    return bisect_left(range(1, at_most + 1), True, key=is_too_long)
 
 
-def _sectors(groups: tuple[GroupSize, ...], num_tokens: int) -> list[int]:
-    blocks = blocks_for(groups, num_tokens)
-    return [-(-count // group.blocks_per_sector) for count, group in zip(blocks, groups, strict=True)]
-
-
-def _most(fits: Callable[[int], bool], at_most: int) -> int:
-    """The largest number up to `at_most` that fits, as all below it do."""
-    return bisect_left(range(1, at_most + 1), True, key=lambda number: not fits(number))
+def _sectors(groups: tuple[GroupSize, ...], blocks: Blocks) -> Sectors:
+    """Sectors that so many blocks of each group fill."""
+    return tuple(-(-count // group.blocks_per_sector) for count, group in zip(blocks, groups, strict=True))

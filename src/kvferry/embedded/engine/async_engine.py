@@ -14,7 +14,7 @@ from typing import TypeVar
 from kvferry import Cache, Memory
 from kvferry.connectors.jobs import BlockTables, Event, Freed, Job, Produced, Settings, Stopped
 from kvferry.connectors.transformers import Core
-from kvferry.embedded.engine.admission import Admission, BlockUsage, blocks_for, longest, quotas
+from kvferry.embedded.engine.admission import Admission, BlockUsage, blocks_for, longest
 from kvferry.embedded.engine.limits import Limits
 from kvferry.embedded.engine.records import Entry, Grown, Prefilled, Request, Token
 from kvferry.errors import FerryError, RequestError
@@ -33,9 +33,8 @@ class Engine:
         # What the model ends its answers with, and how tokens are chosen where a request says nothing.
         self.stop_token_ids, self.default_sampling = self._core.stop_token_ids, self._core.default_sampling
         self._groups = self._core.group_sizes()
-        capacity = quotas(self._groups, self._core.num_sectors, self._core.max_tokens)
-        self._admission = Admission(capacity)
-        self.max_tokens = longest(self._groups, capacity, self._core.max_tokens)
+        self._admission = Admission(self._groups, self._core.num_sectors, self._core.num_held_sectors)
+        self.max_tokens = longest(self._groups, self._core.num_sectors, self._core.max_tokens)
         limit = "this is the context length of the model"
         if self.max_tokens < self._core.max_tokens:
             limit = "this is the size of the cache (--num-blocks of serve, --cache-tokens of up)"
