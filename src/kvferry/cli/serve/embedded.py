@@ -69,15 +69,24 @@ async def _serve(
         def turn_away(scope: Scope, request_id: str) -> None:
             app.state.service.metrics.count_request("refused", UNAUTHORIZED)
 
-        ends = [transfer.wait_until_over(), *([http.stdin_closed()] if options.as_child else [])]
+        ends = [
+            engine.wait_until_over(),
+            transfer.wait_until_over(),
+            *([http.stdin_closed()] if options.as_child else []),
+        ]
         drain = http.Drain(options.drain_timeout, announce_end, engine.idle)
         announce = partial(console.announce, options.as_json, words, **facts)
         await http.run(guarded(app, access, turn_away), bound, ends, http.ENGINE_GRACE_S, drain, announce)
-        if transfer.failure:
-            # Better no process than one that cannot do its job: whoever watches over it starts a new one.
-            raise FerryError(
-                transfer.failure, found="an internal error in its thread", hint="the log above has its traceback"
-            )
+        _check_ending(engine, transfer)
+
+
+def _check_ending(engine: Engine, transfer: AgentTransfer) -> None:
+    """Better no process than one that cannot do its job: who watches over it starts a new one. Raises FerryError."""
+    hint = "the log above has its traceback"
+    if engine.failure:
+        raise FerryError("the engine has stopped", found=engine.failure, hint=hint)
+    if transfer.failure:
+        raise FerryError(transfer.failure, found="an internal error in its thread", hint=hint)
 
 
 def _info(options: ServeOptions, engine: Engine, transfer: AgentTransfer) -> ServeInfo:

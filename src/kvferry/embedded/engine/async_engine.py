@@ -17,10 +17,13 @@ from kvferry.connectors.transformers import Core
 from kvferry.embedded.engine.admission import Admission, BlockUsage, blocks_for, longest
 from kvferry.embedded.engine.limits import Limits
 from kvferry.embedded.engine.records import Entry, Grown, Prefilled, Request, Token
-from kvferry.errors import FerryError, RequestError
+from kvferry.errors import ConfigurationError, FerryError, PromptTooLongError, RequestError
 from kvferry.layout import Layout
 
 Item = TypeVar("Item")
+# Some models are loaded by transformers, and end the thread of its continuous batching with their first step. This has
+# a step of several tokens and one of a single token.
+TRIAL = Request("kvferry-trial", prompt=(0, 0), max_new_tokens=2, stop_token_ids=frozenset())
 
 
 class Engine:
@@ -43,6 +46,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._over = asyncio.Event()
         self._failure = "it has not been started"
 
     @property
@@ -73,10 +77,34 @@ class Engine:
         )
 
     async def start(self) -> None:
-        """Start the engine's thread; its events come to the running loop."""
+        """Start the engine's thread, whose events come to the running loop, and let it compute a short answer.
+
+        Raises ConfigurationError for a model that it does not compute.
+        """
         self._loop = asyncio.get_running_loop()
         self._failure = ""
         self._core.start()
+        try:
+            async for _ in self.generate(TRIAL):
+                pass
+        except PromptTooLongError as error:
+            await self.close()
+            what, hint = (
+                "the cache is too small for any request",
+                "more blocks (--num-blocks; kvferry up: --cache-tokens)",
+            )
+            raise ConfigurationError(what, found=f"room for {self.max_tokens} tokens", hint=hint) from error
+        except FerryError as error:
+            await self.close()  # by its end the thread has said why
+            raise ConfigurationError(
+                "transformers' continuous batching does not run this model",
+                found=self._failure,
+                hint="another model, or another engine (--engine vllm); the log above has a traceback",
+            ) from error
+
+    async def wait_until_over(self) -> None:
+        """Returns when the thread has ended, whether by `close` or by an error; `failure` says why."""
+        await self._over.wait()
 
     async def close(self) -> None:
         """Stop the thread; open requests end with an error. Whoever reads or fills the cache must have stopped."""
@@ -249,6 +277,7 @@ class Engine:
 
     def _stopped(self, reason: str) -> None:
         self._failure = self._failure or reason
+        self._over.set()
         for request_id, entry in tuple(self._entries.items()):
             error = FerryError("the engine has stopped", found=self._failure, hint="restart this process")
             entry.fail(error)
