@@ -16,6 +16,10 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     OPTConfig,
     OPTForCausalLM,
 )
@@ -74,6 +78,50 @@ def test_a_model_that_loads_and_does_not_run_is_refused_at_start(
     assert raised.value.hint
     assert raised.value.found == engine.failure
     expect_empty(loop, engine)
+
+
+def _gemma4() -> torch.nn.Module:
+    """Its layers have heads of two sizes."""
+    sizes = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32}
+    extra = {"vocab_size_per_layer_input": 1024, "hidden_size_per_layer_input": 8}
+    return Gemma4ForCausalLM(Gemma4TextConfig(**COMMON, **sizes, **extra))
+
+
+def test_a_model_for_which_upstream_makes_no_cache_is_refused(model_path: Path, tmp_path: Path) -> None:
+    path = saved(_gemma4(), tmp_path, model_path)
+    with pytest.raises(ConfigurationError, match="cannot make a cache") as raised:
+        Engine(Settings(str(path), num_blocks=32))
+    assert raised.value.found
+    assert "\n" not in raised.value.found
+
+
+def _gpt2() -> torch.nn.Module:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=1024, n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=1))
+
+
+def test_layers_of_models_like_gpt2_are_told_one_by_one(loop: Loop, model_path: Path, tmp_path: Path) -> None:
+    engine = Engine(Settings(str(saved(_gpt2(), tmp_path, model_path)), num_blocks=32, layer_wise=True))
+    told: list[int] = []
+
+    async def compute() -> None:
+        await engine.start()
+        await engine.begin(request("early", 20, 1))
+        await engine.finish("early", lambda grown: told.append(grown.ahead.num_states))
+        engine.release("early")
+        await engine.idle()
+        await engine.close()
+
+    loop.run(compute())
+    assert told == [2, 4]
+
+
+def test_a_model_whose_layers_are_not_found_is_refused(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(_gpt2(), tmp_path, model_path)
+    monkeypatch.setattr(GPT2LMHeadModel, "get_decoder", lambda self: torch.nn.Identity())
+    with pytest.raises(ConfigurationError, match=r"cannot be sent one by one.*Identity.*without --layer-wise"):
+        Engine(Settings(str(path), num_blocks=32, layer_wise=True))
 
 
 def test_a_cache_that_holds_no_request_is_refused_at_start(loop: Loop, model_path: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.layout import Layout
 from kvferry.options import staging_memory_named
 
+LAYERS = ("layers", "h")  # GPT-2 and those of its time have the second name
 MIN_BLOCK_TOKENS = 4  # transformers refuses smaller pages
 STOP_WITHIN_S = 30.0
 
@@ -146,7 +147,7 @@ class Core:
     def _tell_layers(self) -> None:
         """Hear of every layer that has ended, and so has its part of the cache."""
         owners = owning_layers(self._allocators())
-        for number, layer in enumerate(self._model.get_decoder().layers):
+        for number, layer in enumerate(_layers(self._model)):
             num_states = STATES_PER_LAYER * sum(owner <= number for owner in owners)
             layer.register_forward_hook(partial(self._layer_ended, num_states))
 
@@ -165,6 +166,20 @@ class Core:
         run(**options)
         error = self._manager.background_thread_status.fatal_error
         self._loop_state.emit(Stopped("" if error is None else f"{type(error).__name__}: {error}"))
+
+
+def _layers(model: Any) -> Any:
+    """The decoder's layers, in the order in which they compute. Raises ConfigurationError."""
+    decoder = model.get_decoder()
+    for name in LAYERS:
+        if isinstance(layers := getattr(decoder, name, None), torch.nn.ModuleList):
+            return layers
+    raise ConfigurationError(
+        "this model's layers cannot be sent one by one: they are not where other models have them",
+        found=f"layer-wise, and a decoder of the class {type(decoder).__name__}",
+        expected=f"a decoder with its layers in {' or '.join(LAYERS)}",
+        hint="without --layer-wise, what a step has computed is sent when the step ends",
+    )
 
 
 def _check(settings: Settings) -> None:
@@ -274,10 +289,12 @@ def _manager(model: Any, settings: Settings, loop_state: LoopState) -> Any:
         manager.output_router = EventRouter(loop_state)
         SCHEDULER_MAPPING["kvferry"] = partial(FerryScheduler, loop_state)
         manager.batch_processor = manager._create_batch_processor()
-    except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
+    except (RuntimeError, AttributeError, ValueError, MemoryError) as error:
+        # Upstream asks each configuration for one size of heads: those that have several (Gemma 4) or none raise the
+        # first two. A full device is a RuntimeError as well.
         raise ConfigurationError(
             f"the engine cannot make a cache for {settings.model!r}",
-            found=str(error),
+            found=_first_sentence(str(error)),
             expected="a model with full or sliding-window attention and room for the cache",
             hint="a smaller cache (--num-blocks; kvferry up: --cache-tokens) or --max-batch-tokens, or another model",
         ) from None
