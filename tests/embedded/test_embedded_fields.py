@@ -123,8 +123,10 @@ def test_a_seed_gives_the_same_answer_and_choices_differ(decoder: Served) -> Non
     assert len({tuple(one) for one in ids}) == 3
 
 
-def test_without_a_seed_answers_differ(decoder: Served) -> None:
-    fields = DRAWN | {"seed": None, "temperature": 2.0}
+@pytest.mark.parametrize("seed", [None, -1])
+def test_without_a_seed_answers_differ(decoder: Served, seed: int | None) -> None:
+    """-1 is none, as in vLLM."""
+    fields = DRAWN | {"seed": seed, "temperature": 2.0}
     answers = {tuple(decoder.ask(COMPLETIONS, fields)[1]["choices"][0]["token_ids"]) for _ in range(3)}
     assert len(answers) == 3
 

@@ -34,6 +34,7 @@ AS_GIVEN = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
+NO_SEED = -1  # as in vLLM: a seed that nobody can guess
 PROMPT_KINDS = {int: "token ids", str: "strings", list: "lists"}
 
 
@@ -269,6 +270,8 @@ def _sampling(body: CompletionBody | ChatBody) -> SamplingOverrides:
     given = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:
         given["top_k"] = 0
+    if given.get("seed") == NO_SEED:
+        del given["seed"]
     if body.logit_bias:
         given["logit_bias"] = tuple(body.logit_bias.items())
     if body.allowed_token_ids is not None:
