@@ -112,7 +112,12 @@ def test_a_chat_ends_as_asked(decoder: Served) -> None:
         assert decoder.ask("/v1/chat/completions", chat)[1]["prompt_token_ids"] == tokens
 
 
-TEMPLATE = "{{ bos_token }}{{ messages[0]['content'] }} chat_mode{% if not quiet %} loud{% endif %}"
+TEMPLATE = (
+    "{% if not date is defined %}{% set date = '' %}{% endif %}{% set ns = namespace(n=0) %}"
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] if loop.first }}{% endfor %}{{ date }}"
+    " chat_mode{% if not quiet %} loud{% endif %}{% generation %}{% endgeneration %}"
+    "{% if ns.n %}{{ raise_exception(strftime_now('%Y')) }}{% endif %}"
+)
 
 
 @pytest.fixture
@@ -131,8 +136,17 @@ def test_a_chat_template_gets_the_values_of_its_names(templated: Served, values:
     assert templated.ask("/v1/chat/completions", chat)[1]["prompt_token_ids"] == tokens
 
 
+def test_a_variable_that_a_template_sets_where_it_is_missing_can_be_given(templated: Served) -> None:
+    body = {"messages": MESSAGES, "chat_template_kwargs": {"date": " today"}, "add_special_tokens": False}
+    answer = templated.ask(DETOKENIZE, {"tokens": tokens_of(templated, body)})[1]
+    assert " today chat_mode" in answer["prompt"]
+
+
+OWN_NAMES = ["message", "loop", "ns", "n", "namespace", "raise_exception", "strftime_now", "generation"]
+
+
 @pytest.mark.parametrize(
-    "name", ["quite", "chat_mode", "content", "messages", "tokenize", "bos_token", "chat_template"]
+    "name", ["quite", "chat_mode", "content", "messages", "tokenize", "bos_token", "chat_template", *OWN_NAMES]
 )
 def test_other_names_than_those_of_the_template_are_refused(templated: Served, name: str) -> None:
     status, answer = templated.ask(TOKENIZE, {"messages": MESSAGES, "chat_template_kwargs": {name: "x"}})

@@ -6,11 +6,11 @@ much of the cache is decided above it (`kvferry.embedded.engine`). This package 
 versions.
 """
 
-from kvferry.connectors.transformers.features import check_version, render
+from kvferry.connectors.transformers.features import check_version, render, variables_of
 
 # Before anything is imported that another version does not have.
 check_version()
 
 from kvferry.connectors.transformers.core import Core  # noqa: E402
 
-__all__ = ["Core", "render"]
+__all__ = ["Core", "render", "variables_of"]

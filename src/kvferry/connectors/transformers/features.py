@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
+import jinja2.meta
 import torch  # noqa: F401 - before transformers, which complains in words of its own where it is missing
 import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -50,3 +52,11 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], values: Mappin
     template = _compile_jinja_template(tokenizer.get_chat_template())
     words = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **values}
     return str(template.render(messages=messages, **words))
+
+
+@lru_cache(maxsize=8)
+def variables_of(template: str) -> frozenset[str]:
+    """What a chat template asks its caller for. Names that it sets itself, in loops and macros among them, and what
+    transformers gives every template are not there. Raises jinja2.TemplateError."""
+    environment = _compile_jinja_template(template).environment
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))

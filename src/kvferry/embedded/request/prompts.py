@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import jinja2
 
-from kvferry.connectors.transformers import render
+from kvferry.connectors.transformers import render, variables_of
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.request.chat import OPTIONAL, ChatPrompt, WatchedMessage, in_lines, refuse_unread, takes_parts
 from kvferry.embedded.request.parse import PromptInput, TextPrompt
@@ -153,8 +153,7 @@ class Prompts:
             *inspect.signature(tokenizer.apply_chat_template).parameters,
             *tokenizer.special_tokens_map,
         }
-        tokens = jinja2.Environment().lex(tokenizer.get_chat_template())
-        names = {text for _, kind, text in tokens if kind == "name"} - taken
+        names = variables_of(tokenizer.get_chat_template()) - taken
         for name in values:
             if name not in names:
                 raise RequestError(
