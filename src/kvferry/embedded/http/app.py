@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -45,7 +46,8 @@ class Endpoints:
         self._service = service
 
     async def completions(self, request: Request) -> Responder | Response:
-        return await self._generate(request, decode_completion, CompletionObjects())
+        decode = partial(decode_completion, max_tokens=self._service.engine.max_tokens)
+        return await self._generate(request, decode, CompletionObjects())
 
     async def chat(self, request: Request) -> Responder | Response:
         return await self._generate(request, decode_chat, ChatObjects())

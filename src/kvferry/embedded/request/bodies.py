@@ -21,6 +21,8 @@ Body = TypeVar("Body")
 MAX_CHOICES = 2048  # of one request, over all its prompts
 MAX_STOPS = 16  # OpenAI takes 4, vLLM any number; each is looked for after each token
 MAX_TOP_LOGPROBS = 20  # as OpenAI and vLLM
+MAX_TOKEN_IDS = 1 << 20  # of a field that names tokens: more than any vocabulary has
+MAX_BAD_WORDS = 4096  # each is tokenised twice
 
 Positive = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -30,6 +32,7 @@ TokenId = Annotated[int, Meta(ge=0)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]
 Word = Annotated[str, Meta(pattern=r"\S")]
+TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKEN_IDS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,7 +49,7 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     ignore_eos: bool | None = False
@@ -59,9 +62,9 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[TokenId, Bias] | None = None
-    allowed_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
-    bad_words: list[Word] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_TOKEN_IDS)] | None = None
+    allowed_token_ids: Annotated[list[int], Meta(min_length=1, max_length=MAX_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[Word], Meta(max_length=MAX_BAD_WORDS)] | None = None
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -157,6 +160,25 @@ def fields_of_body(body: bytes) -> dict[str, msgspec.Raw]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         expected = "a JSON object as the OpenAI API defines it"
         raise RequestError("invalid request body", found=str(error), expected=expected) from None
+
+
+def check_counts(fields: Mapping[str, msgspec.Raw]) -> None:
+    """Refuse lists that are far too long to be built at all: a million lists or words take seconds. RequestError."""
+    prompt, words = (bytes(fields.get(name, b"")).lstrip() for name in ("prompt", "bad_words"))
+    if prompt[1:].lstrip().startswith(b"["):
+        check_num_prompts(prompt.count(b"[") - 1)
+    # A quote within a word has a backslash before it: these are no more than there are words.
+    num_words = (words.count(b'"') - words.count(b'\\"')) // 2
+    if num_words > MAX_BAD_WORDS:
+        found, expected = f"at least {num_words} words", f"at most {MAX_BAD_WORDS}"
+        raise RequestError("bad_words is invalid", found=found, expected=expected, param="bad_words")
+
+
+def check_num_prompts(num_prompts: int) -> None:
+    """Raises RequestError for more prompts than one request may have answers."""
+    if num_prompts > MAX_CHOICES:
+        found, expected = f"{num_prompts} prompts", f"at most {MAX_CHOICES}"
+        raise RequestError("too many prompts in one request", found=found, expected=expected, param="prompt")
 
 
 def decode_body(body: bytes, kind: type[Body]) -> Body:

@@ -16,13 +16,15 @@ from kvferry.embedded.request.bodies import (
     CompletionBody,
     TokenizeChatBody,
     TokenizeTextBody,
+    check_counts,
+    check_num_prompts,
     cut,
     decode_body,
     fields_of_body,
 )
 from kvferry.embedded.request.chat import ChatPrompt, chat_prompt
 from kvferry.embedded.request.support import SUPPORT, Verdict, refuse_unsupported
-from kvferry.errors import RequestError
+from kvferry.errors import PromptTooLongError, RequestError
 from kvferry.kv_transfer_params import room_of, wants_early
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -112,8 +114,9 @@ class TokenizeRequest:
     return_token_strs: bool
 
 
-def decode_completion(body: bytes) -> GenerationRequest:
-    """What a body asks for. Raises RequestError naming the field, what was found and what to do."""
+def decode_completion(body: bytes, max_tokens: int = UNLIMITED) -> GenerationRequest:
+    """What a body asks for. Raises RequestError naming the field, what was found and what to do, and PromptTooLongError
+    for token ids of which the engine could not take so many."""
     completion = decode_supported(body, CompletionBody)
     if completion.echo and completion.logprobs is not None:
         raise RequestError(
@@ -123,8 +126,8 @@ def decode_completion(body: bytes) -> GenerationRequest:
             hint="leave echo out",
             param="echo",
         )
-    with_special = completion.add_special_tokens is not False
-    return replace(_ask(completion, _prompts(completion.prompt, with_special)), echoes=bool(completion.echo))
+    prompts = _prompts(completion.prompt, completion.add_special_tokens is not False, max_tokens)
+    return replace(_ask(completion, prompts), echoes=bool(completion.echo))
 
 
 def decode_chat(body: bytes) -> GenerationRequest:
@@ -156,6 +159,7 @@ def decode_supported(body: bytes, kind: type[Body]) -> Body:
     rows = SUPPORT[kind]
     raw = fields_of_body(body)
     others = {name: value for name, value in raw.items() if name not in rows or rows[name].verdict is Verdict.REFUSED}
+    check_counts(raw)
     refuse_unsupported(rows, {name: msgspec.json.decode(value) for name, value in others.items()})
     return decode_body(body, kind)
 
@@ -192,8 +196,9 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> G
     )
 
 
-def _prompts(prompt: str | list[int | str | list[int]], with_special: bool) -> tuple[PromptInput, ...]:
-    items = [prompt] if isinstance(prompt, str) else prompt
+def _prompts(prompt: str | list[int | str | list[int]], with_special: bool, max_tokens: int) -> tuple[PromptInput, ...]:
+    items: list[int | str | list[int]] = [prompt] if isinstance(prompt, str) else prompt
+    _check_sizes(items, max_tokens)
     kinds = {type(item) for item in items}
     if kinds == {str}:
         return tuple(TextPrompt(str(item), with_special) for item in items)
@@ -205,6 +210,28 @@ def _prompts(prompt: str | list[int | str | list[int]], with_special: bool) -> t
     found = " and ".join(word for kind, word in PROMPT_KINDS.items() if kind in kinds)
     what = "the items of prompt are of different types"
     raise RequestError(what, found=f"a list of {found}", expected=expected, param="prompt")
+
+
+def _check_sizes(items: list[int | str | list[int]], max_tokens: int) -> None:
+    """Refuse what is too long before it is looked at item by item: others wait for their answers meanwhile."""
+    if isinstance(items[0], int):
+        _check_num_ids(len(items), max_tokens)
+    else:
+        check_num_prompts(len(items))
+    for item in items:
+        if isinstance(item, list):
+            _check_num_ids(len(item), max_tokens)
+
+
+def _check_num_ids(num_ids: int, max_tokens: int) -> None:
+    if num_ids >= max_tokens:
+        raise PromptTooLongError(
+            "the prompt is too long for an answer",
+            found=f"{num_ids} prompt tokens",
+            expected=f"fewer than {max_tokens}",
+            hint="shorten the prompt",
+            param="prompt",
+        )
 
 
 def _token_ids(items: object) -> tuple[int, ...]:
