@@ -20,8 +20,8 @@ from transformers import (
     Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    OPTConfig,
-    OPTForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
 from kvferry import AgentConfig
@@ -54,9 +54,9 @@ def _deepseek() -> torch.nn.Module:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**COMMON, **heads, **experts, **sizes))
 
 
-def _opt() -> torch.nn.Module:
-    """It asks a cache for its length, which the paged one does not say."""
-    return OPTForCausalLM(OPTConfig(**COMMON, ffn_dim=64, word_embed_proj_dim=64))
+def _stablelm() -> torch.nn.Module:
+    """It does not hand on what the attention of a paged cache needs."""
+    return StableLmForCausalLM(StableLmConfig(**COMMON, intermediate_size=64, num_key_value_heads=4))
 
 
 def saved(model: torch.nn.Module, folder: Path, model_path: Path) -> Path:
@@ -67,7 +67,7 @@ def saved(model: torch.nn.Module, folder: Path, model_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("made", [_deepseek, _opt])
+@pytest.mark.parametrize("made", [_deepseek, _stablelm])
 def test_a_model_that_loads_and_does_not_run_is_refused_at_start(
     made: Callable[[], torch.nn.Module], loop: Loop, model_path: Path, tmp_path: Path
 ) -> None:
