@@ -503,58 +503,6 @@ def test_a_peer_that_does_not_read_gets_no_more_than_its_queue_and_holds_up_nobo
     assert frames(quick, listener)[0].frame == b"answer"
 
 
-LONG = bytes(16384)
-
-
-def routes(listener, connector, *messages, answered=()):
-    """Over which connections messages arrive, one after the other."""
-    found = []
-    for number, message in enumerate(messages):
-        connector.send(key(listener), message)
-        (asked,) = frames(listener, connector)
-        found.append(asked.routing_id)
-        if number in answered:
-            listener.reply(asked.routing_id, b"answer")
-            assert frames(connector, listener)
-    return found
-
-
-@pytest.mark.parametrize("pair", [(NO_TOKEN, NO_TOKEN), (BEFORE, SECOND)], ids=["no token", "token"])
-def test_a_connection_on_which_a_long_message_is_not_answered_is_replaced(channel, monkeypatch, pair):
-    """It may be lost again and again, and keep back all that follow."""
-    listener, connector = channel(pair[0]), channel(pair[1])
-    monkeypatch.setattr(source_connections, "UNANSWERED_S", 0.0)
-    first, second, third, fourth = routes(listener, connector, b"first", LONG, LONG, b"last", answered=[0])
-    assert first == second
-    assert len({second, third, fourth}) == 3
-    # Which token is right is known, so nobody is taken for a stranger once more.
-    counts = listener.take_counts()
-    assert counts["connections_refused", "stranger"] <= 1
-
-
-@pytest.mark.parametrize(
-    ("messages", "answered"),
-    [
-        pytest.param((b"first", b"short", b"short"), [0], id="short"),
-        pytest.param((LONG, LONG, LONG), [], id="nothing was ever answered"),
-        pytest.param((b"first", LONG, LONG), [0, 1, 2], id="answered"),
-    ],
-)
-def test_other_connections_stay(channel, monkeypatch, messages, answered):
-    monkeypatch.setattr(source_connections, "UNANSWERED_S", 0.0)
-    assert len(set(routes(channel(), channel(), *messages, answered=answered))) == 1
-
-
-def test_a_busy_source_has_twice_the_time_after_each_connection_that_is_replaced(channel, monkeypatch):
-    listener, connector = channel(), channel()
-    monkeypatch.setattr(source_connections, "UNANSWERED_S", 1e-9)
-    patience = []
-    for answered in ([0], [], [], [0], []):
-        routes(listener, connector, LONG, answered=answered)
-        patience.append(connector._sources._by_peer[key(listener)].patience_s)
-    assert patience == [1e-9, 1e-9, 2e-9, 1e-9, 1e-9]
-
-
 def test_an_answer_to_somebody_who_is_gone_is_not_sent(channel):
     assert channel().reply("00deadbeef", b"answer") is False
 

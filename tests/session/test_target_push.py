@@ -116,6 +116,29 @@ def test_an_aborted_push_waits_for_the_acknowledgement(target, steps):
     assert target.num_open() == 0
 
 
+def anew(commands):
+    """Whether each abort of these is sent over a new connection."""
+    return [
+        command.is_anew for command in commands if isinstance(command, Send) and isinstance(command.message, m.Abort)
+    ]
+
+
+def test_an_abort_that_is_not_answered_is_sent_over_a_new_connection(target):
+    """What was sent before may be lost again and again, and keep it back; a busy source needs more and more time."""
+    play(target, [*GRANTED, (1.0, AbortRequest("q1"), FAILED)])
+    sent = {now: anew(target.handle(Tick(), float(now))) for now in range(2, 40)}
+    assert all(len(each) == 1 for each in sent.values())
+    assert [now for now, (is_anew,) in sent.items() if is_anew] == [5, 13, 29]
+
+
+def test_aborts_to_one_source_need_one_new_connection(target):
+    again = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
+    play(target, [*GRANTED, (0.5, again, [Send]), (1.0, AbortRequest("q1"), FAILED)])
+    target.handle(AbortRequest("q2"), 1.0)
+    assert sorted(anew(target.handle(Tick(), 5.0))) == [False, True]
+    assert anew(target.handle(Tick(), 6.0)) == [False, False]
+
+
 def test_a_failed_write_is_a_failure_that_still_waits(target):
     """What had been sent before may be under way."""
     assert failure(play(target, [*GRANTED, (0.6, REFUSED, FAILED)])).reason == "transport"
@@ -145,7 +168,8 @@ def silent(target):
 def test_a_silent_source_is_asked_for_ever_and_never_taken_for_dead(target):
     assert CheckLiveness(PEER) in silent(target)
     for now in range(8, 2000):
-        assert target.handle(Tick(), float(now)) == [ABORT, CheckLiveness(PEER)]
+        abort, check = target.handle(Tick(), float(now))
+        assert (replace(abort, is_anew=False), check) == (ABORT, CheckLiveness(PEER))
     play(target, [(2000.5, CLEAN, [BlocksReleased("q1"), Disconnect(PEER)])])
     assert target.next_deadline(2001.0) == float("inf")
 

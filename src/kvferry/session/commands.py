@@ -16,10 +16,12 @@ from kvferry.wire.messages import FirstToken, Message, Offer, TargetOffer
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to a peer that we address."""
+    """Send a message to a peer that we address. If it `is_anew`, that is over a new connection: what was sent over the
+    older one may get lost."""
 
     peer: PeerKey
     message: Message
+    is_anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,6 @@ ZeroMQ connects again and again, also to somebody who ends every handshake. Who 
 or is no agent at all: no answer will ever come. So a connection is watched until its handshake has succeeded. Where the
 other side ends it at once, it begins anew with the next token that is accepted. When all were refused, the next message
 to the peer begins once more, since what is in between may just be starting, until it has been refused for some seconds.
-
-In a network that loses long packets a long message is lost again and again, and what follows it waits behind. So a
-connection on which nothing has come since a long message is replaced by the next one, after `UNANSWERED_S`. A source
-may just be busy, and need more than that: its time doubles with each connection that is replaced, until it answers.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import inf
 from typing import Final
 
 import zmq
@@ -45,17 +40,12 @@ EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 AT_ONCE_S = HANDSHAKE_MS / 2000
 # Whoever has refused us for so long will go on. A proxy does so while the agent behind it starts.
 REFUSED_S = 3.0
-UNANSWERED_S = 10.0
-# Every network passes on packets of 1,280 bytes: whatever is shorter than this, with its headers.
-LONG_BYTES = 1024
 
 
 @dataclass(slots=True)
 class _Connection:
     """`monitor` is there until the handshake has succeeded. This attempt has begun at `began`, with the first of
-    `tokens`; the others were not tried yet, and `frames` are kept for them. `asked_at` is when the first long
-    message was sent that nothing has come after, infinity without one. `patience_s` later the connection is replaced:
-    never before something has come, which also shows that the first token is the right one."""
+    `tokens`; the others were not tried yet, and `frames` are kept for them."""
 
     peer: PeerKey
     socket: zmq.Socket[bytes]
@@ -63,8 +53,6 @@ class _Connection:
     tokens: tuple[SharedToken, ...]
     monitor: zmq.Socket[bytes] | None = None
     frames: list[bytes] = field(default_factory=list)
-    asked_at: float = inf
-    patience_s: float = inf
 
 
 class SourceConnections:
@@ -84,15 +72,12 @@ class SourceConnections:
     def send(self, peer: PeerKey, frame: bytes) -> bool:
         """Connects on first use. False when that fails, is not allowed, or the queue is full. What is sent to somebody
         who refuses all tokens is lost."""
-        self._replace_unanswered(peer)
         if peer not in self._by_peer:
             is_full = len(self._by_peer) >= MAX_SOURCES
             may_connect = is_address(peer.address, on_this_host=not self._token)
             if is_full or not may_connect or not self._connect(peer, self._token.each):
                 return False
         connection = self._by_peer[peer]
-        if len(frame) > LONG_BYTES:
-            connection.asked_at = min(connection.asked_at, time.monotonic())
         if connection.monitor is not None and len(connection.frames) < MAX_QUEUED:
             connection.frames.append(frame)
         return send_now(connection.socket, self._poller, [frame])
@@ -102,8 +87,6 @@ class SourceConnections:
         found = [(socket, self._by_socket[socket]) for socket in ready & self._by_socket.keys()]
         for socket, connection in found:
             if socket is connection.socket:
-                connection.asked_at, connection.patience_s = inf, UNANSWERED_S
-                connection.tokens = connection.tokens[:1]
                 yield from ((connection.peer, parts[0] if len(parts) == 1 else b"") for parts in received(socket))
         for socket, connection in found:
             if socket is connection.monitor:
@@ -119,14 +102,6 @@ class SourceConnections:
         self._refused_since.pop(peer, None)
         self._refused_by = [each for each in self._refused_by if each != peer]
         self._drop(peer)
-
-    def _replace_unanswered(self, peer: PeerKey) -> None:
-        connection = self._by_peer.get(peer)
-        if connection is None or time.monotonic() - connection.asked_at <= connection.patience_s:
-            return
-        self._drop(peer)
-        if self._connect(peer, connection.tokens):
-            self._by_peer[peer].patience_s = 2 * connection.patience_s
 
     def _connect(self, peer: PeerKey, tokens: tuple[SharedToken, ...]) -> bool:
         """Begin with the first of these tokens. False where there are too many sockets, or the address is invalid: no

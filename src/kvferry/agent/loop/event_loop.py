@@ -202,8 +202,8 @@ class EventLoop:
 
     def _execute_one(self, command: c.Command) -> None:
         match command:
-            case c.Send(peer, message):
-                self._send(peer, message)
+            case c.Send(peer, message, is_anew):
+                self._send(peer, message, is_anew)
             case c.Reply(name, message):
                 self._sent(self.control.reply(name, encode(message)), message)
             case c.Connect(peer, offer):
@@ -245,7 +245,9 @@ class EventLoop:
             case c.Stage():
                 self.staging.stage(command)
 
-    def _send(self, peer: k.PeerKey, message: Message) -> None:
+    def _send(self, peer: k.PeerKey, message: Message, is_anew: bool) -> None:
+        if is_anew:
+            self.control.forget(peer)
         frame = encode(message)
         if len(frame) <= MAX_REQUEST_BYTES or not isinstance(message, Claim):
             self._sent(self.control.send(peer, frame), message)

@@ -9,6 +9,10 @@ no more:
 
 Bytes that were sent before may still be in the buffers of a transport, unless the write ended well. After anything else
 the blocks wait for `fence_s` more.
+
+In a network that loses long packets, a long message that was sent before keeps back what follows it on its connection,
+the abort, too. So one that is not answered for `fence_s` is sent over a new connection. The source may just be busy,
+and need more than that: its time doubles with each connection.
 """
 
 from __future__ import annotations
@@ -31,14 +35,24 @@ from kvferry.wire.messages import Abort, Aborted, Party
 @dataclass(slots=True)
 class _PendingAbort:
     """An abort that was sent to a source. With `is_exposed` the source may still write. `fence_s` is how long blocks
-    still have to wait, from `fenced_at` on: for ever until the source has acknowledged or its process has ended."""
+    still have to wait, from `fenced_at` on: for ever until the source has acknowledged or its process has ended. The
+    connection since `connected_at` is replaced after `patience_s`."""
 
     abort: Abort
     first_sent: float
     last_sent: float
     is_exposed: bool
+    connected_at: float
+    patience_s: float
     fence_s: float = inf
     fenced_at: float = 0.0
+
+    def replaces_connection(self, now: float) -> bool:
+        """Whether it is due to be sent over a new connection, which is said once for each."""
+        if now - self.connected_at < self.patience_s:
+            return False
+        self.connected_at, self.patience_s = now, 2 * self.patience_s
+        return True
 
     def fence(self, fence_s: float, now: float) -> None:
         """No acknowledgement is needed any more. If this is repeated, the first time counts."""
@@ -63,7 +77,8 @@ class PendingAborts:
         """Tell a source that its blocks are not wanted any more; one that has been lost only if it may still write."""
         if is_exposed or key in self._peers:
             abort = Abort(self._ours, request.claim_id, request.reference.lease_id)
-            self._open[ReadKey(request.claim_id, key)] = _PendingAbort(abort, now, now, is_exposed)
+            pending = _PendingAbort(abort, now, now, is_exposed, now, self._timing.fence_s)
+            self._open[ReadKey(request.claim_id, key)] = pending
             yield c.Send(key, abort)
 
     def awaits(self, peer: PeerKey) -> bool:
@@ -103,11 +118,15 @@ class PendingAborts:
     def repeat(self, now: float) -> Iterator[c.Send | c.CheckLiveness]:
         """Send again what has not been acknowledged for a while, and check whether a silent source is still there."""
         silent: dict[PeerKey, None] = {}
+        reconnected: set[PeerKey] = set()
         for key, pending in self._open.items():
             if pending.fence_s < inf or now - pending.last_sent < self._timing.resend_s:
                 continue
             pending.last_sent = now
-            yield c.Send(key.peer, pending.abort)
+            is_anew = pending.is_exposed and pending.replaces_connection(now) and key.peer not in reconnected
+            if is_anew:
+                reconnected.add(key.peer)
+            yield c.Send(key.peer, pending.abort, is_anew)
             if pending.is_exposed and now - pending.first_sent >= self._timing.silence_s:
                 silent[key.peer] = None
         for peer in silent:

@@ -124,8 +124,8 @@ class Read:
 
     @property
     def is_moved_by_source(self) -> bool:
-        """Whether the source alone still moves bytes, and so notices when they cannot be moved."""
-        return self.strategy.source_gathers or self.movers == {Direction.WRITE}
+        """Whether the source itself still moves bytes, and so notices when they cannot be moved."""
+        return self.strategy.source_gathers or Direction.WRITE in self.movers
 
     @property
     def is_exposed(self) -> bool:
