@@ -76,6 +76,29 @@ print(json.dumps(found))
 transport.close()
 """
 
+# The second agent reads from the first, which connects to it afterwards.
+ANSWERED = """
+import json
+import numpy as np
+from kvferry.plan.programs.copies import Copies, Direction
+from kvferry.transport.base import Memory
+from kvferry.transport.nixl.transport import NixlTransport
+both = [(NixlTransport(), np.zeros(4096, np.uint8)) for _ in range(2)]
+for transport, memory in both:
+    transport.register(Memory(memory.ctypes.data, memory.nbytes, -1))
+found = []
+for (ours, here), (theirs, there) in (both[::-1], both):
+    ours.connect("peer", theirs.descriptor())
+    source, target, length = (np.array([value], np.uint64) for value in (there.ctypes.data, here.ctypes.data, 4096))
+    ours.post("peer", Copies(source, target, length, 1), Direction.READ)
+    while not ours.poll():
+        theirs.poll()
+    found.append(ours.carriers("peer"))
+print(json.dumps(found))
+for transport, _ in both:
+    transport.close()
+"""
+
 # What an outage of a network leaves behind is a connection over which nothing comes any more.
 BREAKS = """
 import json, os, socket
@@ -136,6 +159,21 @@ def test_the_loaded_ucx_says_what_carries_the_bytes(settings: dict[str, str], fa
     assert version.split(".")[0].isdecimal()
     assert unknown == []
     assert num_endpoints >= 1
+
+
+def test_what_carries_the_bytes_is_known_of_a_connection_that_the_peer_has_opened() -> None:
+    """UCX opens no other one to a peer that has connected before."""
+    pytest.importorskip("nixl_cu13")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")} | {
+        "UCX_TLS": "tcp"
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWERED], capture_output=True, env=environment, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    assert first == second
+    assert {name.split("/")[0] for name in first} == {"tcp"}
 
 
 def test_nothing_waits_for_the_interpreter_while_ucx_lists() -> None:

@@ -45,6 +45,7 @@ class RemoteAgents:
         """`agent` is NIXL's object, `errors` what it raises, `name` its name."""
         self._agent, self._errors = agent, errors
         self._report = UcxIntrospection(name)
+        self._own_endpoints = self._report.endpoints()
         self._loaded: dict[str, RemoteAgent] = {}
 
     def load(self, name: str, metadata: bytes, busy: Collection[str]) -> None:
@@ -120,10 +121,17 @@ class RemoteAgents:
         except self._errors as error:
             raise TransportError("NIXL cannot load the peer's metadata", found=repr(error)) from error
         found = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
-        self._loaded[found] = RemoteAgent(metadata, self._report.endpoints() - before)
+        self._loaded[found] = RemoteAgent(metadata, self._endpoints_since(before))
         if found != name:
             self._unload(found)
             raise TransportError("metadata of another agent", found=repr(found), expected=repr(name))
+
+    def _endpoints_since(self, before: frozenset[int]) -> frozenset[int]:
+        """The endpoints of an agent that has just been loaded. UCX takes the one that the peer has opened, if it has:
+        it is one of those that belong to nobody, and they are alike."""
+        now = self._report.endpoints()
+        others = (known.endpoints for known in self._loaded.values())
+        return (now - before) or now.difference(self._own_endpoints, *others)
 
     def _unload(self, name: str) -> None:
         del self._loaded[name]
