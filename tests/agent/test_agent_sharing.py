@@ -20,6 +20,7 @@ def worth_sharing(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
     # A busy machine may feign that one direction is slower.
     monkeypatch.setattr("kvferry.transport.selection.measurement.FAR_SLOWER", 1e9)
+    monkeypatch.setattr("kvferry.transport.selection.diagnosis.FAR_SLOWER", 1e9)
 
 
 def written_and_read(sources, targets):

@@ -62,6 +62,7 @@ def test_where_processors_copy_the_source_gathers_into_the_targets_slots(
     """Then there is nothing left to put on a wire, and the target knows. How long the self-test's copies take beside
     other tests must not matter here."""
     monkeypatch.setattr("kvferry.transport.selection.measurement.FAR_SLOWER", 1e9)
+    monkeypatch.setattr("kvferry.transport.selection.diagnosis.FAR_SLOWER", 1e9)
     source = make_rank("p0", SOURCE, transport, **({"mover": mover} if mover else {}))
     target = make_rank("d0", TARGET, transport, staging=only(Strategy.PACK))
     moved(source, target)

@@ -122,6 +122,7 @@ def test_what_may_have_been_read_later_is_refused_whenever_the_word_comes(make_r
     written over is no sign of a transport that spoils bytes."""
     # Else it depends on the self-test's time whether something is packed in place.
     monkeypatch.setattr("kvferry.transport.selection.measurement.FAR_SLOWER", 1e9)
+    monkeypatch.setattr("kvferry.transport.selection.diagnosis.FAR_SLOWER", 1e9)
     options, meddle, mover = WAYS[way]
     source = make_rank("p0", SOURCE, mover=mover)
     target = make_rank("d0", TARGET, **({"digest": DigestPolicy.OFF} | options))
