@@ -101,7 +101,7 @@ class Engine(UnderWay):
                 self.fetches[request_id].has_failed = True
             case c.BlocksReleased(request_id):
                 assert self.fetches[request_id].has_failed
-                self.end(request_id)
+                self.release(request_id)
             case c.Fetched(request_id, _):
                 assert not self.fetches[request_id].has_failed
                 self.end(request_id)
@@ -112,6 +112,12 @@ class Engine(UnderWay):
         """Nothing moves for it any more, and no slot is its own."""
         assert request_id not in {work.claim_id for work in self.works()}
         assert request_id not in {key.work.claim_id for key in self.held}
+        self.release(request_id)
+
+    def release(self, request_id: str) -> None:
+        """No scatter and no read brings bytes into its blocks. Slots may still be filled that it had."""
+        assert request_id not in {key.work.claim_id for key in self.copies}
+        assert request_id not in {key.claim_id for key in self.tickets if isinstance(key, k.ReadKey)}
         self.free += self.fetches.pop(request_id).blocks
 
     def check(self) -> None:

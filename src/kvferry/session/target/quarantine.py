@@ -173,12 +173,15 @@ class Quarantine:
             is_staged = read.strategy.is_staged and read.state is ReadState.DRAINING
             if is_staged and not any(pipeline.is_open for pipeline in read.pipeline):
                 read.machine.move("ticket ended")
-                yield from self.free_when_drained(fetch)
+            yield from self.free_when_drained(fetch)
 
     def free_when_drained(self, fetch: Fetch) -> Iterator[c.Command]:
-        """Give the blocks of a failed fetch back when no ticket of it is open."""
+        """Give the blocks of a failed fetch back when nothing can change them, and forget it when no ticket of it is
+        open: a slot that a silent source may write to is kept, and nobody's request waits for it."""
         if not fetch.has_open_tickets and self._fetches.get(fetch.request.claim_id) is fetch:
             del self._fetches[fetch.request.claim_id]
+        if not (fetch.is_released or fetch.may_change_blocks):
+            fetch.is_released = True
             yield c.BlocksReleased(fetch.request.request_id)
 
     def end_acknowledged(self, now: float) -> Iterator[c.Command]:

@@ -104,15 +104,16 @@ class Checks:
     # --- blocks ---
 
     def target_freed(self, rank: Rank, request_id: str) -> None:
-        """I9: a failed request's blocks come back once, when no ticket can write to them any more."""
+        """I9: a failed request's blocks come back once, when no ticket and no scatter can write to them any more. Slots
+        of staging memory may still be filled."""
         fetching = rank.fetching.get(request_id)
         if fetching is None or fetching.status != "failed":
             status = "unknown" if fetching is None else fetching.status
             raise Violation(f"{rank.name}: the blocks of {request_id} are freed again, it is {status}")
-        if self._moving(rank, request_id):
+        if any(not _fills_slot(rank, ticket) for ticket in self._moving(rank, request_id)):
             raise Violation(f"{rank.name}: the blocks of {request_id} are freed while a ticket may write to them")
-        if rank.slots_of(request_id):
-            raise Violation(f"{rank.name}: the blocks of {request_id} are freed while it has slots of staging memory")
+        if rank.scatters_for(request_id):
+            raise Violation(f"{rank.name}: the blocks of {request_id} are freed while a slot is scattered into them")
 
     def source_freed(self, rank: Rank, request_id: str, reason: str) -> None:
         """A lease ends once, and not while we write out of it; it is done only when each of its readers has all."""
@@ -160,14 +161,21 @@ class Checks:
         if found := {name: number for name, number in left.items() if number}:
             raise Violation(f"{rank.name}: left at the end: {found}")
 
-    def _moving(self, rank: Rank, request_id: str) -> bool:
-        """Whether bytes may still move to the blocks of a request."""
-        return any(each.target_rank is rank and each.request_id == request_id for each in self._open_tickets)
+    def _moving(self, rank: Rank, request_id: str) -> list[Ticket]:
+        """What may still move bytes of a request."""
+        return [each for each in self._open_tickets if each.target_rank is rank and each.request_id == request_id]
 
 
 def _claim_of(ticket: Ticket) -> tuple[Party, str]:
     """By whom and under which id: ids are used again by the next incarnation."""
     return ticket.target_rank.party, ticket.request_id
+
+
+def _fills_slot(rank: Rank, ticket: Ticket) -> bool:
+    """Whether a ticket moves bytes into a slot of its target's, which the target then has."""
+    key = ticket.key
+    slots = [(slot.stretch, slot.number) for slot in rank.slots_of(ticket.request_id)]
+    return isinstance(key, SlotKey) and (key.stretch, key.number) in slots
 
 
 def _keeps(ticket: Ticket) -> bool:

@@ -120,6 +120,12 @@ class Rank:
         works = [(key, key.work) for key in self.slots]
         return [key for key, work in works if isinstance(work, ReadKey) and request_of(work.claim_id) == request_id]
 
+    def scatters_for(self, request_id: str) -> list[Copy]:
+        """What still brings bytes from slots into the blocks of a request."""
+        works = [(copy, copy.key.work) for copy in self.copies.values()]
+        reads = [(copy, work) for copy, work in works if isinstance(work, ReadKey)]
+        return [copy for copy, work in reads if request_of(work.claim_id) == request_id]
+
     def gathers_for(self, lease_id: str) -> list[Copy]:
         """What still looks at the blocks of a lease."""
         works = [(copy, copy.key.work) for copy in self.copies.values()]

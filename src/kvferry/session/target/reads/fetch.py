@@ -139,6 +139,11 @@ class Read:
         """Whether bytes may come, or are waited for."""
         return self.state in OPEN
 
+    @property
+    def may_change_blocks(self) -> bool:
+        """Whether bytes may come into the blocks themselves; staged ones do only by a scatter, which is ours."""
+        return self.is_open and (not self.strategy.is_staged or any(each.is_scattering for each in self.pipeline))
+
     def is_stalled(self, now: float, limit_s: float) -> bool:
         """Whether bytes are awaited, and for `limit_s` none have come and there was no reason to wait."""
         return self.state is ReadState.MOVING and now - max(self.granted_at, self.moved_at) > limit_s
@@ -195,13 +200,15 @@ class Fetch:
     `granted_at` is when the first source granted its claim, `landed_at` when the last bytes were there.
     `verified` says by what digest.
 
-    A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.
+    A failed fetch is forgotten when no ticket of it is open any more. Its blocks are in quarantine until none can
+    change them: then it `is_released`, which slots of staging memory may wait for longer.
     """
 
     request: FetchRequest
     peers: tuple[PeerKey, ...]
     began: float
     failed: bool = False
+    is_released: bool = False
     reads: dict[PeerKey, Read] = field(default_factory=dict)
     claimed_at: float = 0.0
     granted_at: float = 0.0
@@ -231,6 +238,11 @@ class Fetch:
     @property
     def has_open_tickets(self) -> bool:
         return any(read.is_open for read in self.reads.values())
+
+    @property
+    def may_change_blocks(self) -> bool:
+        """Whether a ticket may still bring bytes into its blocks."""
+        return any(read.may_change_blocks for read in self.reads.values())
 
     def overdue(self, timing: Timing, now: float) -> tuple[TransferError, ...]:
         """Why it takes too long; empty while it does not. Progress of one read is no reason to wait for another."""
