@@ -65,6 +65,7 @@ def test_as_much_as_may_be_is_taken() -> None:
     assert len(decode({"prompt": [[1] * (LONGEST - 1)] * MAX_CHOICES}).prompts) == MAX_CHOICES
     assert len(decode({"prompt": ['[["'] * MAX_CHOICES}).prompts) == MAX_CHOICES
     assert len(decode({"prompt": ["[[" * MAX_CHOICES]}).prompts) == 1
+    assert len(decode({"prompt": "[[" * MAX_CHOICES}).prompts) == 1
     assert len(decode({"bad_words": ['a"\\'] * MAX_BAD_WORDS}).sampling.bad_words) == MAX_BAD_WORDS
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,6 +134,17 @@ transport.close()
 """
 
 
+def told_by(script: str, **settings: str) -> Any:
+    """What a process of its own says at its end, with these settings of UCX and no others."""
+    pytest.importorskip("nixl_cu13")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")} | settings
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env=environment, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_lanes_for_remote_memory_carry_the_bytes_and_else_those_for_messages() -> None:
     assert carriers_in(BOTH) == ("cma/memory",)
     assert carriers_in(TWO_CARDS) == ("rc_mlx5/mlx5_0:1", "rc_mlx5/mlx5_1:1")
@@ -150,10 +162,7 @@ def test_a_process_without_ucx_has_nothing_to_report(tmp_path: Path) -> None:
 )
 def test_the_loaded_ucx_says_what_carries_the_bytes(settings: dict[str, str], family: str) -> None:
     """A fallback to tcp is seen although nothing fails."""
-    pytest.importorskip("nixl_cu13")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")} | settings
-    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, env=environment, timeout=120, check=True)
-    error, carriers, version, unknown, num_endpoints = json.loads(done.stdout.splitlines()[-1])
+    error, carriers, version, unknown, num_endpoints = told_by(ASK, **settings)
     assert error == ""
     assert {name.split("/")[0] for name in carriers} == {family}
     assert version.split(".")[0].isdecimal()
@@ -163,15 +172,7 @@ def test_the_loaded_ucx_says_what_carries_the_bytes(settings: dict[str, str], fa
 
 def test_what_carries_the_bytes_is_known_of_a_connection_that_the_peer_has_opened() -> None:
     """UCX opens no other one to a peer that has connected before."""
-    pytest.importorskip("nixl_cu13")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")} | {
-        "UCX_TLS": "tcp"
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", ANSWERED], capture_output=True, env=environment, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    first, second = json.loads(done.stdout.splitlines()[-1])
+    first, second = told_by(ANSWERED, UCX_TLS="tcp")
     assert first == second
     assert {name.split("/")[0] for name in first} == {"tcp"}
 
@@ -185,23 +186,12 @@ def test_nothing_waits_for_the_interpreter_while_ucx_lists() -> None:
 
 def test_meeting_a_peer_again_opens_nothing_more() -> None:
     """UCX ends a process that has no file descriptor left."""
-    pytest.importorskip("nixl_cu13")
-    done = subprocess.run([sys.executable, "-c", MEETINGS], capture_output=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    first, *_, last = json.loads(done.stdout.splitlines()[-1])
+    first, *_, last = told_by(MEETINGS)
     assert last == first
 
 
 def test_a_connection_that_has_failed_is_replaced() -> None:
     """Also one to a peer that is met again; and the failed ones leave nothing open."""
-    pytest.importorskip("nixl_cu13")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")} | {
-        "UCX_TLS": "tcp"
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", BREAKS], capture_output=True, env=environment, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = told_by(BREAKS, UCX_TLS="tcp")
     assert [error for error, *_ in found] == [""] * len(found)
     assert found[-1] == found[0]

@@ -165,7 +165,7 @@ def fields_of_body(body: bytes) -> dict[str, msgspec.Raw]:
 def check_counts(fields: Mapping[str, msgspec.Raw]) -> None:
     """Refuse lists that are far too long to be built at all: a million lists or words take seconds. RequestError."""
     prompt, words = (bytes(fields.get(name, b"")).lstrip() for name in ("prompt", "bad_words"))
-    if prompt[1:].lstrip().startswith(b"["):
+    if prompt.startswith(b"[") and prompt[1:].lstrip().startswith(b"["):
         check_num_prompts(prompt.count(b"[") - 1)
     # A quote within a word has a backslash before it: these are no more than there are words.
     num_words = (words.count(b'"') - words.count(b'\\"')) // 2

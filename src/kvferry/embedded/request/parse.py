@@ -215,19 +215,20 @@ def _prompts(prompt: str | list[int | str | list[int]], with_special: bool, max_
 def _check_sizes(items: list[int | str | list[int]], max_tokens: int) -> None:
     """Refuse what is too long before it is looked at item by item: others wait for their answers meanwhile."""
     if isinstance(items[0], int):
-        _check_num_ids(len(items), max_tokens)
+        check_room(len(items), max_tokens)
     else:
         check_num_prompts(len(items))
     for item in items:
         if isinstance(item, list):
-            _check_num_ids(len(item), max_tokens)
+            check_room(len(item), max_tokens)
 
 
-def _check_num_ids(num_ids: int, max_tokens: int) -> None:
-    if num_ids >= max_tokens:
+def check_room(num_prompt_tokens: int, max_tokens: int) -> None:
+    """Raises PromptTooLongError for a prompt that leaves no room for a token."""
+    if num_prompt_tokens >= max_tokens:
         raise PromptTooLongError(
             "the prompt is too long for an answer",
-            found=f"{num_ids} prompt tokens",
+            found=f"{num_prompt_tokens} prompt tokens",
             expected=f"fewer than {max_tokens}",
             hint="shorten the prompt",
             param="prompt",

@@ -14,13 +14,13 @@ from kvferry.connectors.sampling import Sampling
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.engine.detokenizer import TextStream
 from kvferry.embedded.engine.records import Grown, Prefilled, Request, Token
-from kvferry.embedded.request.parse import GenerationRequest
+from kvferry.embedded.request.parse import GenerationRequest, check_room
 from kvferry.embedded.request.prompts import Prompts
 from kvferry.embedded.serving.chunks import AnswerChunk, interleaved, scored_token
 from kvferry.embedded.serving.metrics import Metrics, Report
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.embedded.transfer.readiness import Readiness
-from kvferry.errors import PromptTooLongError, RequestError, TransferError, choice_named
+from kvferry.errors import RequestError, TransferError, choice_named
 from kvferry.kv_transfer_params import room_names
 
 SEEDS = 2**63
@@ -318,16 +318,8 @@ class Service:
     def _max_new_tokens(self, ask: GenerationRequest, num_prompt_tokens: int) -> int:
         if ask.max_new_tokens > 0:
             return ask.max_new_tokens
-        room = self.engine.max_tokens - num_prompt_tokens
-        if room < 1:
-            raise PromptTooLongError(
-                "the prompt is too long for an answer",
-                found=f"{num_prompt_tokens} prompt tokens",
-                expected=f"fewer than {self.engine.max_tokens}",
-                hint="shorten the prompt",
-                param="prompt",
-            )
-        return min(ask.default_new_tokens, room)
+        check_room(num_prompt_tokens, self.engine.max_tokens)
+        return min(ask.default_new_tokens, self.engine.max_tokens - num_prompt_tokens)
 
 
 def _unwanted(error: RequestError) -> TransferError:
