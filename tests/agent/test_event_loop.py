@@ -10,7 +10,7 @@ from kvferry.agent.loop.event_loop import EventLoop
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Disconnect, Send
 from kvferry.session.keys import PeerKey
-from kvferry.wire.messages import Claim, Party, Reference
+from kvferry.wire.messages import Abort, Claim, Party, Reference
 
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
 
@@ -53,6 +53,16 @@ def test_a_claim_that_no_source_would_read_is_refused_here():
     (event,) = heard
     assert (event.message.reason, event.message.claim_id) == ("out_of_range", "q1")
     assert "at most 4194304 bytes" in event.message.expected
+
+
+def test_a_message_that_is_sent_anew_goes_over_a_new_connection():
+    done = []
+    loop = loop_of(done)
+    loop.control.send = lambda peer, frame: done.append("sent") or True
+    abort = Abort(Party("d0", "e1", 0), "q1", "l1")
+    loop._execute_one(Send(PEER, abort))
+    loop._execute_one(Send(PEER, abort, is_anew=True))
+    assert done == ["sent", PEER, "sent"]
 
 
 def test_a_word_of_a_peer_ends_its_probes():
