@@ -7,12 +7,16 @@ from msgspec import structs
 from kvferry.agent.control.channel import ReceivedFrame
 from kvferry.agent.control.liveness_probes import LivenessProbes
 from kvferry.agent.loop.event_loop import EventLoop
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Disconnect, Send
 from kvferry.session.keys import PeerKey
-from kvferry.wire.messages import Abort, Claim, Party, Reference
+from kvferry.wire.codec import decode
+from kvferry.wire.messages import Abort, Claim, Party, Probe, Reference, TargetOffer, TransportOffer
 
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
+TARGET_LAYOUTS = describe(attention(1, 1, 1, "int8", 1), EngineShape(1, 1, 1, 1, "token-major"), 1 << 20)
 
 
 def loop_of(forgotten: list[PeerKey], target=None) -> EventLoop:
@@ -53,6 +57,17 @@ def test_a_claim_that_no_source_would_read_is_refused_here():
     (event,) = heard
     assert (event.message.reason, event.message.claim_id) == ("out_of_range", "q1")
     assert "at most 4194304 bytes" in event.message.expected
+
+
+def test_a_source_is_offered_memory_by_access_of_its_own():
+    """What it may write must end when it is lost, and not before."""
+    sent, loop = [], loop_of([])
+    own = (TransportOffer("tcp", b"for one", ""),)
+    loop.transports.offers = lambda source: own if source == PEER else ()
+    loop.control.send = lambda peer, frame: sent.append(decode(frame)) or True
+    party, everybody = Party("d0", "e1", 0), (TransportOffer("tcp", b"for all", ""),)
+    loop._execute_one(Send(PEER, TargetOffer(party, TARGET_LAYOUTS, everybody, Probe(0, 0, 0))))
+    assert sent == [TargetOffer(party, TARGET_LAYOUTS, own, Probe(0, 0, 0))]
 
 
 def test_a_message_that_is_sent_anew_goes_over_a_new_connection():

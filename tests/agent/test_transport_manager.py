@@ -104,6 +104,21 @@ class Scripted:
         self.is_closed = True
 
 
+class Refusing(Scripted):
+    """One that can refuse what a peer asks for."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.given, self.revoked = [], []
+
+    def descriptor_for(self, peer):
+        self.given.append(peer)
+        return b"for one"
+
+    def revoke(self, peer):
+        self.revoked.append(peer)
+
+
 def offer(*names):
     transports = tuple(TransportOffer(name, name.encode(), "") for name in names)
     return Offer(Party("p0", "e1", 0), LAYOUT, transports, Probe(PROBE.ctypes.data, PROBE.size, 7))
@@ -170,6 +185,17 @@ def test_slots_of_a_target_are_attached_while_it_is_known(end):
         assert not far.reaches(party)
     assert far.find(party, theirs.memory.address, 4096) is None
     theirs.close()
+
+
+def test_a_source_that_is_to_write_gets_access_of_its_own_until_it_is_disconnected():
+    refusing = Refusing("tcp")
+    manager = TransportManager("auto", [refusing, Scripted("shm")], {}, TESTS_S)
+    assert manager.revocable == {"tcp"}
+    assert [each.descriptor for each in manager.offers()] == [b"tcp", b"shm"]
+    assert [each.descriptor for each in manager.offers(PEER)] == [b"for one", b"shm"]
+    assert not refusing.revoked
+    manager.disconnect(PEER)
+    assert refusing.revoked == refusing.given
 
 
 def test_a_cancelled_read_still_ends(connected):

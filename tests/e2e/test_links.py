@@ -38,9 +38,9 @@ seeds = itertools.count(1)
 class Pair:
     """A prefill and a decode engine, each on its host, and a client on a third one, whose cables always work."""
 
-    def __init__(self, network: Network, engines: dict[str, Process], transport: str, folder: Path) -> None:
+    def __init__(self, network: Network, engines: dict[str, Process], transport: str, folder: Path, mover: str) -> None:
         self.network, self.engines, self.transport, self.folder = network, engines, transport, folder
-        self.client = network.hosts["client"]
+        self.client, self.mover = network.hosts["client"], engines[mover]
 
     @property
     def prefill(self) -> Process:
@@ -92,19 +92,21 @@ class Pair:
 
     @contextmanager
     def reading(self) -> Iterator[tuple[list[int], Asking]]:
-        """A long read is under way, and its cable slow."""
+        """A long transfer is under way, and its cable slow."""
         self.network.slow_down("decode", SLOW)
         try:
             prompt, params = self.handed_over(LONG)
             asked = self.ask(prompt, params)
-            self.decode.until_reading()
+            self.mover.until_reading()
             yield prompt, asked
         finally:
             self.network.slow_down("decode", "")
 
 
 @contextmanager
-def started(tmp_path: Path, model: Path, transport: str, prefix: str = "10.77.0.", **scripts: Path) -> Iterator[Pair]:
+def started(
+    tmp_path: Path, model: Path, transport: str, prefix: str = "10.77.0.", direction: str = "pull", **scripts: Path
+) -> Iterator[Pair]:
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text(secrets.token_hex(32))
@@ -112,22 +114,24 @@ def started(tmp_path: Path, model: Path, transport: str, prefix: str = "10.77.0.
     engines: dict[str, Process] = {}
     try:
         for name in ("prefill", "decode"):
-            engines[name] = engine(network, name, tmp_path, model, transport, **scripts)
+            engines[name] = engine(network, name, tmp_path, model, transport, direction, **scripts)
         for process in engines.values():
             process.wait()
-        yield Pair(network, engines, transport, tmp_path)
+        yield Pair(network, engines, transport, tmp_path, "decode" if direction == "pull" else "prefill")
     finally:
         for process in engines.values():
             process.close()
         network.close()
 
 
-def engine(network: Network, name: str, folder: Path, model: Path, transport: str, **scripts: Path) -> Process:
+def engine(
+    network: Network, name: str, folder: Path, model: Path, transport: str, direction: str = "pull", **scripts: Path
+) -> Process:
     """Begins to start."""
     host = network.hosts[name]
     what = ("--engine-id", name, "--model", str(model), "--served-name", "tiny", "--num-blocks", "600")
     where = ("--host", host.address, "--transfer-host", host.address, "--token-file", str(folder / "token"))
-    how = ("--transport", transport, "--strategy", "direct", "--transfer-direction", "pull")
+    how = ("--transport", transport, "--strategy", "direct", "--transfer-direction", direction)
     more = {"script": scripts[name]} if name in scripts else {}
     words = ("serve", *what, *where, *how, "--lease-timeout", str(LEASE_S))
     return Process(folder / f"{name}.log", *words, host=host, **more).start()
@@ -242,6 +246,17 @@ def test_engines_that_never_met(pair):
 def test_a_host_that_is_stopped(pair):
     with pair.reading() as (prompt, asked), pair.prefill.stopped():
         pair.check(prompt, asked, LOST)
+
+
+def test_blocks_that_a_lost_source_was_writing_to_are_free_at_once(tmp_path, tiny_model):
+    """Not only when it is back: over tcp it is refused then."""
+    with started(tmp_path, tiny_model, "tcp", direction="push") as pair:
+        pair.works()
+        for away in (lambda: pair.lost(*BOTH), pair.prefill.stopped):
+            with pair.reading() as (prompt, asked), away():
+                pair.check(prompt, asked, LOST)
+                pair.decode.until_free()
+            pair.works()
 
 
 @pytest.mark.chaos

@@ -320,6 +320,31 @@ def test_a_target_that_meets_us_again_may_judge_otherwise_whether_we_are_near(so
     play(source, [(3, said(OFFER), MET[2][2]), (3, TicketEnded(TICKET, ""), [*ENDED, FREE])])
 
 
+NEW_ACCESS = (m.TransportOffer("shm", b"here, by another key", ""),)
+
+
+def test_a_target_that_meets_us_again_may_give_us_other_access(source):
+    """What was connected by the older one is of no use any more."""
+    newer = msgspec.structs.replace(OFFER, transports=NEW_ACCESS, handshake=1)
+    play(source, [*MET, (1, said(newer), [Disconnect(THEM), Connect(THEM, newer)])])
+    reached = Reply("x", m.Reached("shm", "shm 9 GB/s", handshake=1))
+    play(
+        source,
+        [(1, MET[2][1], [reached]), (1, said(OFFER), []), (1, said(newer), [reached]), (2, said(CLAIM), [GRANT, Post])],
+    )
+
+
+def test_a_target_that_meets_us_again_with_the_same_access_is_answered_at_once(source):
+    newer = msgspec.structs.replace(OFFER, handshake=3)
+    reached = Reply("y", m.Reached("shm", "shm 9 GB/s", handshake=3))
+    play(source, [*MET, (1, said(newer, "y"), [reached]), (2, said(CLAIM), [GRANT, Post])])
+
+
+def test_a_handshake_gives_one_access(source):
+    other = msgspec.structs.replace(OFFER, transports=NEW_ACCESS)
+    assert reason(play(source, [*MET, (1, said(other), [Reply, Count])])) == "malformed"
+
+
 def test_another_model_is_refused_with_every_difference(source):
     layouts = describe(attention(2, 4, 4, "float16", 4), EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
     offer = m.TargetOffer(THEM, layouts, OFFER.transports, OFFER.probe)

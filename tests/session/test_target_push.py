@@ -28,13 +28,15 @@ from session_cases import TARGET as US
 
 from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.digests.subject import NOTHING
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import BlocksReleased, CheckLiveness, Count, Disconnect, Fetched, FetchFailed, Send
 from kvferry.session.events import AbortRequest, AnswerArrived, FetchRequest, PeerGone, Tick
 from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.handshakes import Handshakes, TargetIdentity
 from kvferry.session.target.quarantine import PendingAborts, Quarantine
-from kvferry.session.target.read_strategy import AUTO, StagingPolicy
+from kvferry.session.target.read_strategy import AUTO, StagingPolicy, TransferMode
+from kvferry.session.target.reads.fetch import Read
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
@@ -321,7 +323,7 @@ def test_a_lost_source_whose_abort_was_repeated_is_not_kept_connected_by_a_read_
     peers = Handshakes(TargetIdentity(US, "0.1.0", TARGET_LAYOUTS), TIMING)
     aborts = PendingAborts(US, peers, TIMING)
     quarantine = Quarantine({}, aborts, peers)
-    (sent,) = aborts.send(WANTED, PEER, True, 0.0)
+    (sent,) = aborts.send(WANTED, PEER, Read.started("read", TransferMode(Direction.WRITE), NOTHING, 0.0), 0.0)
     assert list(quarantine.end_acknowledged(1.0)) == []
     aborts.acknowledged(PEER, m.Aborted(sent.message.claim_id, PEER.epoch), 1.0)
     assert list(quarantine.end_acknowledged(1.1)) == [Disconnect(PEER)]

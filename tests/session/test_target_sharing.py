@@ -71,13 +71,14 @@ REFUSED = answer(m.Refusal(m.Reason.TRANSPORT, "the write failed", "peer reset",
 FAILED = [Count, FetchFailed, ABORT]
 
 
-def target(*, costs=COSTS, wanted=WANTED, may_switch_direction=True, staging=NO_STAGING):
+def target(*, costs=COSTS, wanted=WANTED, may_switch_direction=True, staging=NO_STAGING, revocable=frozenset()):
     """One that has met its source, up to what it says then."""
     moving = {
         "transports": TRANSPORTS,
         "probe": PROBE,
         "staging": staging,
         "may_switch_direction": may_switch_direction,
+        "revocable": revocable,
     }
     ours = TargetIdentity(US, "0.1.0", LAYOUTS, **moving)
     session = TargetSession(ours, TIMING)

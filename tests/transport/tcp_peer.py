@@ -12,7 +12,7 @@ import numpy as np
 
 from kvferry.testing.transports.world import World
 from kvferry.transport.base import Transport
-from kvferry.transport.tcp.connection import Challenge
+from kvferry.transport.tcp.connection import Challenge, proof_of
 from kvferry.transport.tcp.server import Server
 from kvferry.transport.tcp.transport import TcpDescriptor, TcpTransport
 
@@ -25,12 +25,17 @@ def frame(payload: bytes, columns: bytes = b"") -> bytes:
     return struct.pack(">4sI", b"KVF1", len(payload)) + payload + columns
 
 
-PROOF = bytes(32)
-"""Stands for the right one of the connection that it is sent over."""
+PROOF, KEY_ID = bytes(32), b"?" * 16
+"""Stand for the right ones, which `signed` puts there."""
 
 
 def request(proof: bytes, direction: str, num_rows: int) -> bytes:
-    return msgspec.msgpack.encode({"type": "request-2", "proof": proof, "direction": direction, "num_rows": num_rows})
+    rows = {"direction": direction, "num_rows": num_rows}
+    return msgspec.msgpack.encode({"type": "request-3", "key_id": KEY_ID, "proof": proof} | rows)
+
+
+def signed(data: bytes, descriptor: TcpDescriptor, challenge: Challenge) -> bytes:
+    return data.replace(PROOF, proof_of(descriptor.key, challenge)).replace(KEY_ID, descriptor.key_id)
 
 
 def challenged(sock: socket.socket) -> Challenge:

@@ -14,12 +14,25 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 import pytest
-from tcp_peer import PROOF, challenged, columns, frame, known, rejected, request, server_of, serves_nobody, wait_for
+from tcp_peer import (
+    KEY_ID,
+    PROOF,
+    challenged,
+    columns,
+    frame,
+    known,
+    rejected,
+    request,
+    server_of,
+    serves_nobody,
+    signed,
+    wait_for,
+)
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess
-from kvferry.testing.transports.world import Row, World, expect_copied, finish
+from kvferry.testing.transports.world import Row, World, copies_of, expect_copied, finish
 from kvferry.transport.base import Direction, Memory, Ticket
 from kvferry.transport.registered_memory import LocatedRows
 from kvferry.transport.tcp import client, server
@@ -56,9 +69,9 @@ def answer_to(world: World, data: bytes) -> bytes:
     """What the far side says until it hangs up, which it may do before it has read everything."""
     said = b""
     with socket.create_connection(("127.0.0.1", known(world.far.transport).port), timeout=20) as sock:
-        proof = proof_of(known(world.far.transport).key, challenged(sock))
+        data = signed(data, known(world.far.transport), challenged(sock))
         with suppress(ConnectionError, BrokenPipeError):
-            sock.sendall(data.replace(PROOF, proof))
+            sock.sendall(data)
         with suppress(OSError):
             sock.shutdown(socket.SHUT_WR)
         with suppress(ConnectionError):
@@ -97,12 +110,86 @@ def test_the_key_is_never_sent_and_no_proof_is_good_for_two_connections(world: W
         proof = proof_of(known(world.far.transport).key, challenges[0])
         assert challenges[0] != challenges[1]
         assert known(world.far.transport).key not in proof
-        other.sendall(frame(request(proof, "read", 1), columns((world.far.address(0, 0), 64))))
+        asked = frame(request(proof, "read", 1), columns((world.far.address(0, 0), 64)))
+        other.sendall(asked.replace(KEY_ID, known(world.far.transport).key_id))
         said = b""
         with suppress(ConnectionError):
             said = other.recv(1)
         assert said == b""
         assert rejected(world) == 1
+
+
+def own_descriptor(world: World, peer: str) -> TcpDescriptor:
+    transport = world.far.transport
+    assert isinstance(transport, TcpTransport)
+    return msgspec.msgpack.decode(transport.descriptor_for(peer), type=TcpDescriptor)
+
+
+def test_a_connection_has_one_key(world: World) -> None:
+    descriptors = [own_descriptor(world, peer) for peer in ("one", "other")]
+    row = columns((world.far.address(0, 0), 64))
+    with socket.create_connection(("127.0.0.1", descriptors[0].port), timeout=20) as sock:
+        challenge = challenged(sock)
+        first, second = (signed(frame(request(PROOF, "read", 1), row), each, challenge) for each in descriptors)
+        sock.sendall(first)
+        said = b""
+        while not said.endswith(world.far.views[0][:64].tobytes()):
+            said += sock.recv(1 << 16)
+        sock.sendall(second)
+        with suppress(ConnectionError):
+            assert sock.recv(1) == b""
+    wait_for(lambda: rejected(world) == 1)
+
+
+def test_what_a_revoked_peer_is_sending_does_not_arrive(world: World) -> None:
+    """It had begun with a valid key, and goes on as a process does that was stopped."""
+    transport = world.far.transport
+    assert isinstance(transport, TcpTransport)
+    descriptor, before = own_descriptor(world, "stopped"), world.far.views[0].copy()
+    with socket.create_connection(("127.0.0.1", descriptor.port), timeout=20) as sock:
+        challenge = challenged(sock)
+        announced = frame(request(PROOF, "write", 1), columns((world.far.address(0, 0), 64)))
+        sock.sendall(signed(announced, descriptor, challenge) + b"\xff" * 32)
+        assert b"reply" in sock.recv(1 << 16)
+        transport.revoke("stopped")
+        with suppress(OSError):
+            sock.sendall(b"\xff" * 32)
+        with suppress(OSError):
+            assert sock.recv(1) == b""
+    wait_for(lambda: serves_nobody(server_of(world)))
+    assert np.array_equal(world.far.views[0], before)
+
+
+def test_a_peer_is_not_revoked_while_its_bytes_are_copied(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When `revoke` returns they are all there, or none will be."""
+    transport = world.far.transport
+    assert isinstance(transport, TcpTransport)
+    copying, goes_on, revoked = threading.Event(), threading.Event(), threading.Event()
+    scatter = server.scatter
+
+    def slow(*arguments: object) -> None:
+        copying.set()
+        assert goes_on.wait(20)
+        scatter(*arguments)
+
+    monkeypatch.setattr(server, "scatter", slow)
+    world.near.transport.connect("far", transport.descriptor_for("near"))
+    ticket = world.post(copies_of(world, [Row((0, 0), (0, 0), 64)], Direction.WRITE), Direction.WRITE)
+    assert copying.wait(20)
+
+    def revoke() -> None:
+        transport.revoke("near")
+        revoked.set()
+
+    thread = threading.Thread(target=revoke)
+    thread.start()
+    wait_for(lambda: transport._server.registration._is_exclusive)
+    assert not revoked.is_set()
+    goes_on.set()
+    thread.join(20)
+    assert revoked.is_set()
+    assert np.array_equal(world.far.views[0][:64], world.near.views[0][:64])
+    world.finish([ticket])
 
 
 def test_rows_outside_are_refused_by_the_serving_side(world: World) -> None:
@@ -152,7 +239,7 @@ def test_a_silent_server_ends_its_tickets() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         transport, buffer = make(), np.zeros(64, np.uint8)
         transport.register(Memory(int(buffer.ctypes.data), 64, -1))
-        descriptor = TcpDescriptor("127.0.0.1", silent.getsockname()[1], bytes(16), ((4096, 64),))
+        descriptor = TcpDescriptor("127.0.0.1", silent.getsockname()[1], bytes(16), bytes(16), ((4096, 64),))
         transport.connect("peer", msgspec.msgpack.encode(descriptor))
         row = [np.array([n], np.uint64) for n in (4096, buffer.ctypes.data, 64)]
         ticket = transport.post("peer", Copies(row[0], row[1], row[2], 1), Direction.READ)
@@ -181,7 +268,7 @@ def test_after_a_ticket_that_has_failed_the_next_one_has_another_connection() ->
         server.start()
         transport, buffer = make(), np.zeros(64, np.uint8)
         transport.register(Memory(int(buffer.ctypes.data), 64, -1))
-        descriptor = TcpDescriptor("127.0.0.1", listener.getsockname()[1], bytes(16), ((4096, 64),))
+        descriptor = TcpDescriptor("127.0.0.1", listener.getsockname()[1], bytes(16), bytes(16), ((4096, 64),))
         transport.connect("peer", msgspec.msgpack.encode(descriptor))
         row = [np.array([n], np.uint64) for n in (4096, buffer.ctypes.data, 64)]
         for expected in ("nothing for 0.3 s", ""):
@@ -199,7 +286,9 @@ def test_a_peer_that_is_not_there_is_the_tickets_error() -> None:
         port = gone.getsockname()[1]
     transport, buffer = make(), np.zeros(64, np.uint8)
     transport.register(Memory(int(buffer.ctypes.data), 64, -1))
-    transport.connect("peer", msgspec.msgpack.encode(TcpDescriptor("127.0.0.1", port, bytes(16), ((4096, 64),))))
+    transport.connect(
+        "peer", msgspec.msgpack.encode(TcpDescriptor("127.0.0.1", port, bytes(16), bytes(16), ((4096, 64),)))
+    )
     row = [np.array([n], np.uint64) for n in (4096, buffer.ctypes.data, 64)]
     ticket = transport.post("peer", Copies(row[0], row[1], row[2], 1), Direction.READ)
     assert "Connection refused" in finish(transport, [ticket])[ticket].error
@@ -319,7 +408,7 @@ def test_a_connection_that_has_ended_is_made_again_before_it_is_used(world: Worl
 def test_a_client_that_was_stopped_opens_no_connection() -> None:
     """Not in the place of one that has ended meanwhile, either."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        stopped = Lane(PeerAddress("127.0.0.1", listener.getsockname()[1], b""), STALL_S)
+        stopped = Lane(PeerAddress("127.0.0.1", listener.getsockname()[1], b"", b""), STALL_S)
         stopped.stop("over")
         with pytest.raises(ConnectionAbortedError, match="over"):
             stopped.connect()
@@ -417,4 +506,4 @@ def test_a_change_of_the_registration_waits_for_copies() -> None:
 
 
 def test_requests_are_small() -> None:
-    assert len(msgspec.msgpack.encode(Request(bytes(32), Direction.READ, MAX_ROWS))) < 100
+    assert len(msgspec.msgpack.encode(Request(bytes(16), bytes(32), Direction.READ, MAX_ROWS))) < 128

@@ -17,7 +17,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tcp_peer import PROOF, challenged, columns, frame, known, rejected, request, server_of, serves_nobody, wait_for
+from tcp_peer import (
+    PROOF,
+    challenged,
+    columns,
+    frame,
+    known,
+    rejected,
+    request,
+    server_of,
+    serves_nobody,
+    signed,
+    wait_for,
+)
 
 from kvferry.errors import TransportError, WireError
 from kvferry.plan.programs.copies import Copies
@@ -26,7 +38,7 @@ from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.registered_memory import LocatedRows, View
 from kvferry.transport.tcp import client, connection, server
 from kvferry.transport.tcp.client import NUM_LANES, PeerClient
-from kvferry.transport.tcp.connection import CHUNK_BYTES, proof_of
+from kvferry.transport.tcp.connection import CHUNK_BYTES
 from kvferry.transport.tcp.lane import Lane, PeerAddress, Transfer
 from kvferry.transport.tcp.transport import TcpTransport
 
@@ -205,7 +217,7 @@ def scripted(
     for name, value in (("move", move), ("connect", connect), ("is_connected", True)):
         monkeypatch.setattr(Lane, name, value)
     ended: SimpleQueue[Completion] = SimpleQueue()
-    return PeerClient(PeerAddress("127.0.0.1", 1, b""), ended, STALL_S), ended
+    return PeerClient(PeerAddress("127.0.0.1", 1, b"", b""), ended, STALL_S), ended
 
 
 def stop(asked: PeerClient) -> None:
@@ -242,7 +254,7 @@ def test_a_stopped_client_ends_what_it_was_given(world: World, monkeypatch: pyte
     monkeypatch.setattr(Lane, "is_connected", True)
     with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as silent:
         ended: SimpleQueue[Completion] = SimpleQueue()
-        asked = PeerClient(PeerAddress("127.0.0.1", silent.getsockname()[1], b""), ended, WAIT_S)
+        asked = PeerClient(PeerAddress("127.0.0.1", silent.getsockname()[1], b"", b""), ended, WAIT_S)
         asked.submit(transfer([100] * 8))
         accepted = [silent.accept()[0] for _ in range(NUM_LANES)]
         pool.submit(stop, asked).result(2 * WAIT_S)
@@ -283,9 +295,9 @@ def asking(serving: tuple[TcpTransport, np.ndarray]) -> Iterator[Callable[[list[
         descriptor = known(transport)
         sock = socket.create_connection(("127.0.0.1", descriptor.port), timeout=WAIT_S)
         opened.append(sock)
-        proof = proof_of(descriptor.key, challenged(sock))
+        challenge = challenged(sock)
         where = columns(*((memory.ctypes.data + offset, length) for offset, length in rows))
-        sock.sendall(frame(request(PROOF, "read", len(rows)), where).replace(PROOF, proof))
+        sock.sendall(signed(frame(request(PROOF, "read", len(rows)), where), descriptor, challenge))
         header = sock.recv(8, socket.MSG_WAITALL)
         sock.recv(int.from_bytes(header[4:]), socket.MSG_WAITALL)
         return sock

@@ -32,8 +32,11 @@ def describe_probe(arena: SharedMemory) -> Probe:
     return Probe(arena.memory.address, PROBE_BYTES, seed, NUM_MARKS, host_here())
 
 
-def target_identity(identity: SourceIdentity, config: AgentConfig, staging_descriptor: bytes) -> TargetIdentity:
-    """What sources are told about this rank, and how it wants to be served.
+def target_identity(
+    identity: SourceIdentity, config: AgentConfig, staging_descriptor: bytes, revocable: frozenset[str]
+) -> TargetIdentity:
+    """What sources are told about this rank, and how it wants to be served. `revocable` has the names of the transports
+    over which nothing of a source arrives once it is disconnected.
 
     Raises ConfigurationError for a strategy or a direction that cannot work with such a cache.
     """
@@ -60,4 +63,5 @@ def target_identity(identity: SourceIdentity, config: AgentConfig, staging_descr
     # A source cannot write into blocks that are reached through staging memory only, or whose layouts it cannot be
     # sent.
     may_switch_direction = config.may_switch_direction and not identity.is_staged and num_bytes <= MAX_REQUEST_BYTES
-    return replace(found, may_switch_direction=may_switch_direction, may_leave_host=bool(config.token))
+    may_leave_host = bool(config.token)
+    return replace(found, may_switch_direction=may_switch_direction, may_leave_host=may_leave_host, revocable=revocable)

@@ -42,7 +42,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Forget a peer."""
+    """Forget a peer. Nothing that it writes over a revocable transport arrives any more."""
 
     peer: Remote
 

@@ -7,11 +7,11 @@ threads of the transport. A fault of a peer never raises from `poll`: it ends th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvferry.plan.programs.copies import Copies, Direction
 
-__all__ = ["Completion", "Direction", "Memory", "Ticket", "Transport"]
+__all__ = ["Completion", "Direction", "Memory", "RevocableTransport", "Ticket", "Transport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,4 +118,18 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release everything. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class RevocableTransport(Transport, Protocol):
+    """A transport whose own process carries out what its peers ask for, and so can refuse one of them for good."""
+
+    def descriptor_for(self, peer: str) -> bytes:
+        """Like `descriptor`, with access that is this peer's own: the same each time, until it is revoked."""
+        ...
+
+    def revoke(self, peer: str) -> None:
+        """End what a peer may do by the descriptors that were made for it. Nothing more of what it has asked for comes
+        into registered memory, or out of it, once this returns. Peers without a descriptor of their own are fine."""
         ...

@@ -159,22 +159,25 @@ class Offer(Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
 class TargetOffer(Struct, frozen=True, tag="target_offer", forbid_unknown_fields=True):
     """A target rank asks to be written to: the layouts of all ranks of its engine, as the route depends on them, and
     the ways to reach its own memory. `staging` is what a process of the same host needs to attach its staging memory,
-    empty where nobody can."""
+    empty where nobody can. `handshake` counts the target's handshakes: access that an earlier one gave may be void."""
 
     party: Party
     layouts: Annotated[tuple[Layout, ...], Meta(min_length=1, max_length=1 << 12)]
     transports: Annotated[tuple[TransportOffer, ...], Meta(max_length=16)]
     probe: Probe
     staging: Annotated[bytes, Meta(max_length=1 << 12)] = b""
+    handshake: Count = 0
 
 
 class Reached(Struct, frozen=True, tag="reached", forbid_unknown_fields=True):
-    """The source has connected to the target's memory; `choice` says over what, and why. With `reaches_staging` it
-    can also gather straight into the target's slots, as in memory that both share; otherwise each slot is written."""
+    """The source has connected to the target's memory, as the offer of this `handshake` says; `choice` says over what,
+    and why. With `reaches_staging` it can also gather straight into the target's slots, as in memory that both share;
+    otherwise each slot is written."""
 
     transport: Name
     choice: Text
     reaches_staging: bool = False
+    handshake: Count = 0
 
 
 class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):

@@ -35,7 +35,8 @@ class RunContext:
     """The clock, what may go wrong, what the engines look like, how they verify and stage, who watches and who writes
     it down.
 
-    `has_names` says that engines name prompts. `cuts` has the pairs of engines that cannot reach one another at the
+    `has_names` says that engines name prompts, `is_revocable` that targets can keep what a source writes from arriving.
+    `cuts` has the pairs of engines that cannot reach one another at the
     moment.
     """
 
@@ -47,6 +48,7 @@ class RunContext:
     digest: DigestPolicy
     staging: StagingSetup
     has_names: bool = True
+    is_revocable: bool = False
     timing: Timing = TIMING
     checks: Checks = field(init=False)
     open_tickets: list[Ticket] = field(default_factory=list)

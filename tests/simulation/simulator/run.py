@@ -46,7 +46,8 @@ def simulate(seed: int, defect: Defect = NO_DEFECT, is_logged: bool = False) -> 
     log, shape = EventLog(scheduler, is_logged), shape_of(seed % NUM_SHAPES)
     staging = StagingSetup.drawn(scheduler.rng, shape.request_bytes)
     has_names = scheduler.chance(0.5)
-    return _outcome(seed, RunContext(scheduler, faults, shape, log, defect, digest, staging, has_names))
+    is_revocable = seed // NUM_SHAPES % 2 == 1
+    return _outcome(seed, RunContext(scheduler, faults, shape, log, defect, digest, staging, has_names, is_revocable))
 
 
 def simulate_with(seed: int, faults: Faults, digest: DigestPolicy) -> Outcome:

@@ -104,7 +104,9 @@ class Agent:
         readable = [memory for memory in cache.memories if memory.device == HOST]
         return EventLoop(
             source=SourceSession(identity, config.timing),
-            target=TargetSession(target_identity(identity, config, peer_slots.descriptor), config.timing),
+            target=TargetSession(
+                target_identity(identity, config, peer_slots.descriptor, manager.revocable), config.timing
+            ),
             control=control,
             transports=manager,
             liveness=undo.enter_context(closing(LivenessProbes())),

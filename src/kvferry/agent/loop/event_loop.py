@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from kvferry.agent.config import Notice
 from kvferry.agent.control.channel import ControlChannel, ReceivedFrame
 from kvferry.agent.control.liveness_probes import LivenessProbes
@@ -25,7 +27,7 @@ from kvferry.session import keys as k
 from kvferry.session.source.session import SourceSession
 from kvferry.session.target.session import TargetSession
 from kvferry.wire.codec import MAX_REQUEST_BYTES, decode, encode
-from kvferry.wire.messages import Claim, Message, Reason, Refusal
+from kvferry.wire.messages import Claim, Message, Reason, Refusal, TargetOffer
 
 BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.001
@@ -248,6 +250,9 @@ class EventLoop:
     def _send(self, peer: k.PeerKey, message: Message, is_anew: bool) -> None:
         if is_anew:
             self.control.forget(peer)
+        if isinstance(message, TargetOffer):
+            # What this source may write must not depend on what others may.
+            message = structs.replace(message, transports=self.transports.offers(peer))
         frame = encode(message)
         if len(frame) <= MAX_REQUEST_BYTES or not isinstance(message, Claim):
             self._sent(self.control.send(peer, frame), message)

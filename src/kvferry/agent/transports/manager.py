@@ -15,8 +15,8 @@ from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Post
 from kvferry.session.events import PeerConnected, PeerMoved, PeerUnreachable, TicketEnded
-from kvferry.session.keys import Remote, WorkKey
-from kvferry.transport.base import Completion, Memory, Ticket, Transport
+from kvferry.session.keys import PeerKey, Remote, WorkKey
+from kvferry.transport.base import Completion, Memory, RevocableTransport, Ticket, Transport
 from kvferry.transport.machine.finding import Severity
 from kvferry.transport.registered_memory import check_number
 from kvferry.transport.selection.candidates import candidates
@@ -42,8 +42,10 @@ class _Open:
     num_bytes: int
 
 
-def _offer(name: str, transport: Transport) -> TransportOffer:
+def _offer(name: str, transport: Transport, peer: str) -> TransportOffer:
     try:
+        if peer and isinstance(transport, RevocableTransport):
+            return TransportOffer(name, transport.descriptor_for(peer), "")
         return TransportOffer(name, transport.descriptor(), "")
     except TransportError as error:
         # This rank may still read over it.
@@ -119,9 +121,17 @@ class TransportManager:
         """Raises ConfigurationError when the transport that the user asked for is unknown or cannot be used here."""
         candidates(self._requested, dict.fromkeys(self._transports, ""), self._available())
 
-    def offers(self) -> tuple[TransportOffer, ...]:
-        """What peers need to reach the registered memory, and the reasons why other transports are missing."""
-        offers = [_offer(name, transport) for name, transport in self._transports.items()]
+    @property
+    def revocable(self) -> frozenset[str]:
+        """The names of the transports over which nothing of a peer arrives any more once it is disconnected."""
+        transports = self._transports.items()
+        return frozenset(name for name, transport in transports if isinstance(transport, RevocableTransport))
+
+    def offers(self, source: PeerKey | None = None) -> tuple[TransportOffer, ...]:
+        """What peers need to reach the registered memory, and the reasons why other transports are missing. A source
+        that is to write gets access of its own, where there is such a thing."""
+        peer = name_of(source) if source is not None else ""
+        offers = [_offer(name, transport, peer) for name, transport in self._transports.items()]
         missing = [TransportOffer(name, b"", reason) for name, reason in self._unavailable.items()]
         return (*offers, *missing)
 
@@ -140,7 +150,8 @@ class TransportManager:
         self._negotiations.append(negotiation)
 
     def disconnect(self, peer: Remote) -> None:
-        """Disconnect a peer; its open tickets end with an error in a later `poll`."""
+        """Disconnect a peer; its open tickets end with an error in a later `poll`. What it has offers of its own for
+        ends at once."""
         self._routes.pop(peer, None)
         self.met.pop(peer, None)
         if self._peer_slots is not None:
@@ -150,6 +161,8 @@ class TransportManager:
                 negotiation.abandon()
         for transport in self._transports.values():
             transport.disconnect(name_of(peer))
+            if isinstance(transport, RevocableTransport):
+                transport.revoke(name_of(peer))
 
     def post(self, post: Post) -> None:
         """Start a ticket; its end comes out of `poll`, also when it could not be started."""

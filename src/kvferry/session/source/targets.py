@@ -40,6 +40,13 @@ class _Target:
     programs: tuple[Program, ...] = ()
     bundles: tuple[Bundle, ...] = ()
 
+    def repeated(self, peer: str, handshake: int, now: float) -> list[Command]:
+        """The answer to an offer of what is known, if there is one already."""
+        self.peer, self.last_heard = peer, now
+        self.offer = structs.replace(self.offer, handshake=handshake)
+        self.reached = tuple(structs.replace(reached, handshake=handshake) for reached in self.reached)
+        return [Reply(peer, reached) for reached in self.reached]
+
 
 class Targets:
     """The known targets by party. `layouts` are those of all ranks of the source's engine."""
@@ -56,15 +63,19 @@ class Targets:
         return len(self._known)
 
     def offered(self, peer: str, offer: TargetOffer, busy: Collection[Party], now: float) -> list[Command]:
-        """Connect to a target that wants to be written to; repeat the answer to a repeated offer. Raises TransferError
-        for an offer that makes no sense, or when there are too many targets."""
+        """Connect to a target that wants to be written to; repeat the answer to a repeated offer, and give none to an
+        older one. Raises TransferError for an offer that makes no sense, or when there are too many targets."""
         if known := self._known.get(offer.party):
-            # Whether we may attach its staging memory is decided anew in each handshake.
-            if structs.replace(known.offer, staging=offer.staging) != offer:
+            if offer.handshake < known.offer.handshake:
+                return []
+            # How its memory is reached, and whether we may attach its staging memory, is decided in each handshake.
+            decided = {"staging": offer.staging, "transports": offer.transports, "handshake": offer.handshake}
+            is_met_anew = offer.transports != known.offer.transports
+            is_changed = structs.replace(known.offer, **decided) != offer
+            if is_changed or (is_met_anew and offer.handshake == known.offer.handshake):
                 raise TransferError(Reason.MALFORMED, "two different offers of one target rank", found=str(offer.party))
-            if offer == known.offer or offer.party in busy:
-                known.peer, known.last_heard = peer, now
-                return [Reply(peer, reached) for reached in known.reached]
+            if not is_met_anew and (offer.staging == known.offer.staging or offer.party in busy):
+                return known.repeated(peer, offer.handshake, now)
         if offer.party.rank >= len(offer.layouts):
             found = f"rank {offer.party.rank} of {len(offer.layouts)}"
             raise TransferError(Reason.MALFORMED, "an offer of a rank without a layout", found=found)
@@ -82,7 +93,8 @@ class Targets:
         if known is None or known.reached:
             return []
         if isinstance(event, PeerConnected):
-            known.reached = (Reached(event.transport, event.choice[:4096], event.reaches_staging),)
+            choice, handshake = event.choice[:4096], known.offer.handshake
+            known.reached = (Reached(event.transport, choice, event.reaches_staging, handshake),)
             return [Reply(known.peer, known.reached[0])]
         error = TransferError(Reason.UNREACHABLE, "no transport reaches the target", found=event.error)
         return [self._forget(known.offer.party), *refuse(known.peer, error)]

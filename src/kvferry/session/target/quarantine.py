@@ -5,7 +5,9 @@ Silence proves nothing, since a process that was stopped continues where it was.
 no more:
 
 * the source acknowledges, which means that no ticket of the claim is open;
-* another incarnation answers at its address, or its host says that nobody listens there: then its process has ended.
+* another incarnation answers at its address, or its host says that nobody listens there: then its process has ended;
+* it has been disconnected, and wrote over a transport by which this side can refuse it (`RevocableTransport`). It may
+  still not know that its claims are aborted, so it gets no access again before it has acknowledged that.
 
 Bytes that were sent before may still be in the buffers of a transport, unless the write ended well. After anything else
 the blocks wait for `fence_s` more.
@@ -27,21 +29,23 @@ from kvferry.session import commands as c
 from kvferry.session.events import FetchRequest
 from kvferry.session.keys import ClaimKey, PeerKey, ReadKey
 from kvferry.session.target.peers.handshakes import Handshakes
-from kvferry.session.target.reads.fetch import Fetch, ReadState
+from kvferry.session.target.reads.fetch import Fetch, Read, ReadState
 from kvferry.session.timing import Timing
 from kvferry.wire.messages import Abort, Aborted, Party
 
 
 @dataclass(slots=True)
 class _PendingAbort:
-    """An abort that was sent to a source. With `is_exposed` the source may still write. `fence_s` is how long blocks
-    still have to wait, from `fenced_at` on: for ever until the source has acknowledged or its process has ended. The
-    connection since `connected_at` is replaced after `patience_s`."""
+    """An abort that was sent to a source. With `is_exposed` the source may still write, for all it knows, and with
+    `is_revocable` nothing of that arrives once it is disconnected. `fence_s` is how long blocks still have to wait,
+    from `fenced_at` on: for ever until the source has acknowledged or its process has ended. The connection since
+    `connected_at` is replaced after `patience_s`."""
 
     abort: Abort
     first_sent: float
     last_sent: float
     is_exposed: bool
+    is_revocable: bool
     connected_at: float
     patience_s: float
     fence_s: float = inf
@@ -73,11 +77,14 @@ class PendingAborts:
     def __len__(self) -> int:
         return len(self._open)
 
-    def send(self, request: FetchRequest, key: PeerKey, is_exposed: bool, now: float) -> Iterator[c.Send]:
-        """Tell a source that its blocks are not wanted any more; one that has been lost only if it may still write."""
+    def send(self, request: FetchRequest, key: PeerKey, read: Read | None, now: float) -> Iterator[c.Send]:
+        """Tell a source that its blocks are not wanted any more, of which nothing or a `read` was claimed; one that has
+        been lost only if it may still write."""
+        is_exposed = read is not None and read.is_exposed
         if is_exposed or key in self._peers:
             abort = Abort(self._ours, request.claim_id, request.reference.lease_id)
-            pending = _PendingAbort(abort, now, now, is_exposed, now, self._timing.fence_s)
+            is_revocable = read is not None and read.is_revocable
+            pending = _PendingAbort(abort, now, now, is_exposed, is_revocable, now, self._timing.fence_s)
             self._open[ReadKey(request.claim_id, key)] = pending
             yield c.Send(key, abort)
 
@@ -91,13 +98,22 @@ class PendingAborts:
         if pending := self._open.get(key):
             # Another incarnation knows nothing of the claim: its answer means that the one we asked has ended.
             is_clean = aborted.is_clean and aborted.epoch == peer.epoch
-            pending.fence(0.0 if is_clean else self._timing.fence_s, now)
+            is_refused = pending.is_revocable and peer in self._peers.withheld
+            pending.fence(0.0 if is_clean or is_refused else self._timing.fence_s, now)
 
     def gone(self, peer: PeerKey, now: float) -> None:
         """The process of a peer has ended."""
         for key, pending in self._open.items():
             if key.peer == peer:
                 pending.fence(self._timing.fence_s, now)
+
+    def disconnected(self, peer: PeerKey) -> list[ReadKey]:
+        """Nothing that a peer writes over a revocable transport arrives any more. Returns the reads to which it could
+        write over nothing else."""
+        ended = [key for key, each in self._open.items() if key.peer == peer and each.is_exposed and each.is_revocable]
+        if ended:
+            self._peers.withheld.add(peer)
+        return ended
 
     def take_finished(self, now: float) -> list[tuple[ReadKey, bool]]:
         """Forget the aborts that are over, and return them, each with whether its source may have written.
@@ -106,7 +122,9 @@ class PendingAborts:
         """
         over = [key for key, pending in self._open.items() if self._is_over(key, pending, now)]
         self._last_turn = now
-        return [(key, self._open.pop(key).is_exposed) for key in over]
+        finished = [(key, self._open.pop(key).is_exposed) for key in over]
+        self._peers.withheld.intersection_update(key.peer for key, each in self._open.items() if each.is_exposed)
+        return finished
 
     def _is_over(self, key: ReadKey, pending: _PendingAbort, now: float) -> bool:
         if not pending.is_exposed:
@@ -159,8 +177,7 @@ class Quarantine:
                 # Our own ticket was never posted.
                 read.ended(Direction.READ)
         for key in fetch.peers:
-            is_exposed = key in fetch.reads and fetch.reads[key].is_exposed
-            yield from self._aborts.send(fetch.request, key, is_exposed, now)
+            yield from self._aborts.send(fetch.request, key, fetch.reads.get(key), now)
         for key in [key for key, read in fetch.reads.items() if read.strategy.is_staged]:
             yield from self.drained(fetch.key(key))
         yield from self.free_when_drained(fetch)
@@ -187,15 +204,24 @@ class Quarantine:
     def end_acknowledged(self, now: float) -> Iterator[c.Command]:
         """End the quarantine that waited for a source which has acknowledged, or which cannot write any more."""
         for key, was_exposed in self._aborts.take_finished(now):
-            fetch = self._fetches.get(key.claim_id)
-            if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:
-                read = fetch.reads[key.peer]
-                if not read.strategy.is_staged:
-                    read.ended(Direction.WRITE)
-                for pipeline in read.pipeline:
-                    yield from pipeline.fenced()
-                yield from self.drained(key)
-                yield from self.free_when_drained(fetch)
+            yield from self._fenced(key)
             # Aborts reconnect to a lost peer: disconnect it after the last, even if a late message has ended the read.
             if was_exposed and key.peer not in self._peers and not self._aborts.awaits(key.peer):
                 yield c.Disconnect(key.peer)
+
+    def disconnected(self, peer: PeerKey) -> Iterator[c.Command]:
+        """End the quarantine that waited for a source which has been disconnected, where nothing of it can arrive."""
+        for key in self._aborts.disconnected(peer):
+            yield from self._fenced(key)
+
+    def _fenced(self, key: ReadKey) -> Iterator[c.Command]:
+        """Nothing that the source of a read has written, or will write, arrives any more."""
+        fetch = self._fetches.get(key.claim_id)
+        if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:
+            read = fetch.reads[key.peer]
+            if not read.strategy.is_staged:
+                read.ended(Direction.WRITE)
+            for pipeline in read.pipeline:
+                yield from pipeline.fenced()
+            yield from self.drained(key)
+            yield from self.free_when_drained(fetch)

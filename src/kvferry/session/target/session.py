@@ -133,6 +133,7 @@ class TargetSession:
             if key in fetch.peers and not fetch.failed:
                 yield from self._quarantine.fail(fetch, error, now)
         yield Disconnect(key)
+        yield from self._quarantine.disconnected(key)
 
     # --- the engine's side ---
 

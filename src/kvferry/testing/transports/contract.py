@@ -24,7 +24,7 @@ from kvferry.testing.transports.world import (
     finish,
     random_rows,
 )
-from kvferry.transport.base import Direction, Memory
+from kvferry.transport.base import Direction, Memory, RevocableTransport
 
 SEED = 7
 
@@ -217,6 +217,27 @@ def tells_that_bytes_have_moved(world: World) -> None:
     assert moved("far") > after_read
 
 
+def revoked_peers_reach_nothing(world: World) -> None:
+    far = world.far.transport
+    if not isinstance(far, RevocableTransport):
+        return
+    far.revoke("near")
+    world.near.transport.connect("other", far.descriptor_for("other"))
+    world.near.transport.connect("far", far.descriptor_for("near"))
+    expect_copied(world, random_rows(SEED, 50, 900), Direction.WRITE)
+    assert far.descriptor_for("near") == far.descriptor_for("near") != far.descriptor_for("other")
+    far.revoke("near")
+    before = world.far.views[0].copy()
+    for direction in (Direction.WRITE, Direction.READ):
+        copies = copies_of(world, [Row((0, 0), (0, 64), 100)], direction)
+        assert world.run(copies, direction)
+    assert np.array_equal(world.far.views[0], before)
+    other = world.near.transport.post("other", copies, Direction.READ)
+    assert world.finish([other])[other].error == ""
+    world.near.transport.connect("far", far.descriptor_for("near"))
+    expect_copied(world, random_rows(SEED, 50, 900), Direction.WRITE)
+
+
 def closing_ends_open_tickets(world: World) -> None:
     copies = copies_of(world, random_rows(SEED, 200, 900), Direction.READ)
     tickets = [world.post(copies, Direction.READ) for _ in range(3)]
@@ -254,5 +275,6 @@ CONTRACT: tuple[Check, ...] = (
     garbage_descriptors_are_refused,
     says_what_carries_the_bytes,
     tells_that_bytes_have_moved,
+    revoked_peers_reach_nothing,
     closing_ends_open_tickets,
 )

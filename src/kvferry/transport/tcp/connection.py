@@ -23,6 +23,7 @@ from kvferry.transport.base import Direction
 from kvferry.transport.registered_memory import View
 
 KEY_BYTES = 16
+KEY_ID_BYTES = 16
 CHALLENGE_BYTES = 16
 PROOF_BYTES = 32
 # One request may name this many rows; a longer ticket is several requests.
@@ -55,10 +56,12 @@ def proof_of(key: bytes, challenge: Challenge) -> bytes:
     return hmac.digest(key, b"kvferry tcp 2 " + challenge.nonce, hashlib.sha256)
 
 
-class Request(msgspec.Struct, frozen=True, tag="request-2", forbid_unknown_fields=True):
+class Request(msgspec.Struct, frozen=True, tag="request-3", forbid_unknown_fields=True):
     """Asks for rows (READ) or announces them (WRITE). Two columns of `num_rows` little-endian uint64 follow:
-    addresses in the serving process and lengths. Then, for WRITE and after a first reply, the bytes."""
+    addresses in the serving process and lengths. Then, for WRITE and after a first reply, the bytes. `key_id` says
+    which key the `proof` is of; all requests of a connection have the same."""
 
+    key_id: Annotated[bytes, Meta(min_length=KEY_ID_BYTES, max_length=KEY_ID_BYTES)]
     proof: Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
     direction: Direction
     num_rows: _COUNT

@@ -34,6 +34,7 @@ class PeerAddress:
 
     host: str
     port: int
+    key_id: bytes
     key: bytes
 
 
@@ -111,7 +112,7 @@ class Lane:
                 return reason
             connection = self.connect()
             columns = np.stack((part.remote, part.length.astype(np.uint64))).astype("<u8", copy=False)
-            request = Request(self._proof, part.direction, len(part.length))
+            request = Request(self._address.key_id, self._proof, part.direction, len(part.length))
             connection.send_message(request, columns.tobytes())
             _expect_granted(connection)
             if part.direction is Direction.READ:

@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -26,6 +26,7 @@ from kvferry.transport.base import Direction
 from kvferry.transport.machine.addresses import family_of, resolve
 from kvferry.transport.registered_memory import LocatedRows, Offsets, Registry, View
 from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
+from kvferry.transport.tcp.access_keys import AccessKeys
 from kvferry.transport.tcp.connection import (
     CHALLENGE_BYTES,
     CHUNK_BYTES,
@@ -33,6 +34,7 @@ from kvferry.transport.tcp.connection import (
     Challenge,
     Connection,
     Reply,
+    Request,
     proof_of,
     scratch_memory,
 )
@@ -83,11 +85,13 @@ class RegistrationLock:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A connection, and what proves that whoever is at its other end knows the key; `is_known` once it has."""
+    """A connection, and the key of whoever is at its other end: `key_id` is empty until it has proved that it knows
+    it, which takes the `proof` of this `challenge`."""
 
     connection: Connection
+    challenge: Challenge = field(default_factory=lambda: Challenge(secrets.token_bytes(CHALLENGE_BYTES)))
+    key_id: bytes = b""
     proof: bytes = b""
-    is_known: bool = False
 
 
 class Server:
@@ -97,8 +101,8 @@ class Server:
     for which there was no room.
     """
 
-    def __init__(self, host: str, key: bytes, registry: Registry, stall_timeout_s: float) -> None:
-        self._key = key
+    def __init__(self, host: str, registry: Registry, stall_timeout_s: float) -> None:
+        self.keys = AccessKeys()
         self._registry = registry
         self._stall_timeout_s = stall_timeout_s
         self._lock = threading.Lock()
@@ -120,6 +124,18 @@ class Server:
         self._selector.register(self._listener, select.EPOLLIN)
         self._thread = threading.Thread(target=self._watch, name="kvferry-tcp-accept", daemon=True)
         self._thread.start()
+
+    def revoke(self, peer: str) -> None:
+        """Make a peer's own key void: when this returns nothing of the peer is copied any more, nor ever will be."""
+        key_id = self.keys.revoke(peer)
+        if not key_id:
+            return
+        with self._lock:
+            for each in (*self._served.values(), *self._idle.values()):
+                if each.key_id == key_id:
+                    each.connection.interrupt()
+        with self.registration.exclusive():
+            pass  # Whoever copies from now on looks at its key first.
 
     def close(self, timeout_s: float) -> None:
         """Stop listening, end every connection and wait for the threads."""
@@ -227,20 +243,17 @@ class Server:
     def _serve_requests(self, peer: _Peer) -> None:
         """Serve requests until there has been none for a while, or the server ends."""
         staging = scratch_memory()
-        if not peer.is_known:
-            challenge = Challenge(secrets.token_bytes(CHALLENGE_BYTES))
-            peer.connection.send_message(challenge)
-            peer.proof = proof_of(self._key, challenge)
+        if not peer.key_id:
+            peer.connection.send_message(peer.challenge)
         while not self._stopped.is_set() and peer.connection.wait_readable():
-            self._answer(peer.connection, staging, peer.proof)
-            peer.is_known = True
-        if not peer.is_known:
+            self._answer(peer, staging)
+        if not peer.key_id:
             raise WireError("a connection without a request")
 
-    def _answer(self, connection: Connection, staging: View, proof: bytes) -> None:
+    def _answer(self, peer: _Peer, staging: View) -> None:
+        connection = peer.connection
         request = connection.receive_message(REQUEST)
-        if not hmac.compare_digest(request.proof, proof):
-            raise WireError("a request with a wrong key")
+        self._check_key(peer, request)
         address, length = _receive_columns(connection, request.num_rows)
         try:
             self._check(address, length)
@@ -250,7 +263,24 @@ class Server:
             return
         connection.send_message(Reply(""))
         serve = self._send if request.direction is Direction.READ else self._receive
-        serve(connection, (address, length), staging)
+        serve(peer, (address, length), staging)
+
+    def _check_key(self, peer: _Peer, request: Request) -> None:
+        """Raises WireError when the key is not valid, or another one than that of the connection's first request."""
+        secret = self.keys.secret_of(request.key_id)
+        if not peer.key_id:
+            peer.proof = proof_of(secret, peer.challenge)
+        is_other = peer.key_id not in (b"", request.key_id)
+        if is_other or not hmac.compare_digest(request.proof, peer.proof):
+            raise WireError("a request with a wrong key")
+        peer.key_id = request.key_id
+
+    @contextmanager
+    def _copying(self, peer: _Peer) -> Iterator[None]:
+        """Hold this while bytes of a peer are copied. Raises WireError when its key has been revoked meanwhile."""
+        with self.registration.shared():
+            self.keys.secret_of(peer.key_id)
+            yield
 
     def _check(self, address: Column, length: Column) -> None:
         if int(length.min()) < 1 or int(length.max()) > CHUNK_BYTES:
@@ -261,28 +291,30 @@ class Server:
             )
         self._registry.regions.check(address, length, THIS)
 
-    def _send(self, connection: Connection, rows: tuple[Column, Column], staging: View) -> None:
+    def _send(self, peer: _Peer, rows: tuple[Column, Column], staging: View) -> None:
         for address, length, sizes in _chunks(rows):
             if int(sizes.sum()) >= LONG_ROW_BYTES * len(sizes):
-                connection.send_rows(int(sizes.sum()), partial(self._held, (address, length), sizes))
+                peer.connection.send_rows(int(sizes.sum()), partial(self._held, peer, (address, length), sizes))
                 continue
             # Memory may have been unregistered since the last chunk, so each chunk is checked again.
-            with self.registration.shared():
+            with self._copying(peer):
                 gather(self._registry.regions.located(address, length, THIS), sizes, staging)
-            connection.send(staging.data[: int(sizes.sum())])
+            peer.connection.send(staging.data[: int(sizes.sum())])
 
     @contextmanager
-    def _held(self, rows: tuple[Column, Column], sizes: Offsets, num_sent: int) -> Iterator[list[memoryview]]:
+    def _held(
+        self, peer: _Peer, rows: tuple[Column, Column], sizes: Offsets, num_sent: int
+    ) -> Iterator[list[memoryview]]:
         """Yield what is left of rows once `num_sent` bytes are sent. None of it is unregistered meanwhile."""
-        with self.registration.shared():
+        with self._copying(peer):
             yield _memory_of(self._registry.regions.located(*rows, THIS), sizes, num_sent)
 
-    def _receive(self, connection: Connection, rows: tuple[Column, Column], staging: View) -> None:
+    def _receive(self, peer: _Peer, rows: tuple[Column, Column], staging: View) -> None:
         for address, length, sizes in _chunks(rows):
-            connection.receive_into(staging.data[: int(sizes.sum())])
-            with self.registration.shared():
+            peer.connection.receive_into(staging.data[: int(sizes.sum())])
+            with self._copying(peer):
                 scatter(staging, self._registry.regions.located(address, length, THIS), sizes)
-        connection.send_message(Reply(""))
+        peer.connection.send_message(Reply(""))
 
     def _count_rejected(self) -> None:
         with self._lock:

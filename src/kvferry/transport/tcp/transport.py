@@ -1,12 +1,12 @@
 """Transport over plain sockets: works everywhere, needs nothing.
 
 The descriptor has a key that a peer must know. The key itself is never sent: every connection proves that it knows it.
+A peer can get a key of its own, which is revoked when nothing of it must arrive any more.
 The bytes are neither encrypted nor signed: bind to an address that only the engines can reach.
 """
 
 from __future__ import annotations
 
-import secrets
 from itertools import count
 from queue import SimpleQueue
 from typing import Annotated, Final
@@ -21,17 +21,19 @@ from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.posting import Posting, connected
 from kvferry.transport.registered_memory import MAX_REGIONS, Regions, Registry
+from kvferry.transport.tcp.access_keys import AccessKey
 from kvferry.transport.tcp.client import PeerClient
-from kvferry.transport.tcp.connection import CHUNK_BYTES, KEY_BYTES
+from kvferry.transport.tcp.connection import CHUNK_BYTES, KEY_BYTES, KEY_ID_BYTES
 from kvferry.transport.tcp.lane import PeerAddress, Transfer
 from kvferry.transport.tcp.server import Server
 
 
-class TcpDescriptor(msgspec.Struct, frozen=True, tag="tcp-2"):
+class TcpDescriptor(msgspec.Struct, frozen=True, tag="tcp-3"):
     """What a peer needs: where to connect, the key to know, and (address, size in bytes) of each region."""
 
     host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65535)]
+    key_id: Annotated[bytes, Meta(min_length=KEY_ID_BYTES, max_length=KEY_ID_BYTES)]
     key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     regions: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=MAX_REGIONS)] = msgspec.field(name="pieces")
 
@@ -53,9 +55,8 @@ class TcpTransport:
 
     def __init__(self, host: str = "127.0.0.1", *, stall_timeout_s: float = 5.0, advertised_host: str = "") -> None:
         self._stall_timeout_s = stall_timeout_s
-        self._key = secrets.token_bytes(KEY_BYTES)
         self._registry = Registry()
-        self._server = Server(host, self._key, self._registry, stall_timeout_s)
+        self._server = Server(host, self._registry, stall_timeout_s)
         self._host = advertised_host or self._server.address[0]
         self._numbers = count(1)
         self._ended: SimpleQueue[Completion] = SimpleQueue()
@@ -74,9 +75,19 @@ class TcpTransport:
 
     def descriptor(self) -> bytes:
         """Raises TransportError when there are more regions than a peer accepts."""
+        return self._described(self._server.keys.common)
+
+    def descriptor_for(self, peer: str) -> bytes:
+        """With a key of the peer's own. Raises TransportError when there are more regions than a peer accepts."""
+        return self._described(self._server.keys.for_peer(peer))
+
+    def revoke(self, peer: str) -> None:
+        """Waits until no bytes of the peer are being copied, and ends its connections."""
+        self._server.revoke(peer)
+
+    def _described(self, key: AccessKey) -> bytes:
         self._registry.check_describable()
-        port = self._server.address[1]
-        known = TcpDescriptor(self._host, port, self._key, self._registry.extents)
+        known = TcpDescriptor(self._host, self._server.address[1], key.key_id, key.secret, self._registry.extents)
         return check_size(msgspec.msgpack.encode(known))
 
     def connect(self, peer: str, descriptor: bytes) -> None:
@@ -87,7 +98,7 @@ class TcpTransport:
         """
         self.disconnect(peer)
         known = decode(peer, descriptor, _DECODER)
-        address = PeerAddress(known.host, known.port, known.key)
+        address = PeerAddress(known.host, known.port, known.key_id, known.key)
         client = PeerClient(address, self._ended, self._stall_timeout_s)
         self._peers[peer] = (client, Regions.of(known.regions))
 

@@ -163,7 +163,8 @@ class Checks:
 
     def _moving(self, rank: Rank, request_id: str) -> list[Ticket]:
         """What may still move bytes of a request."""
-        return [each for each in self._open_tickets if each.target_rank is rank and each.request_id == request_id]
+        arriving = [each for each in self._open_tickets if each.target_rank is rank and not each.is_revoked]
+        return [each for each in arriving if each.request_id == request_id]
 
 
 def _claim_of(ticket: Ticket) -> tuple[Party, str]:

@@ -12,7 +12,7 @@ from kvferry.session.keys import ReadKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.session import TargetEvent, TargetSession
 from kvferry.session.timing import Timing
-from kvferry.wire.messages import Landed, Offer, Party, Renew, Valid, Welcome
+from kvferry.wire.messages import Landed, Offer, Party, Reached, Renew, Valid, Welcome
 from simulator.state.naming import attempt_of, request_of
 
 FOREVER_S = 1e9
@@ -56,6 +56,25 @@ class NoGrace(TargetSession):
 
     def __init__(self, identity: TargetIdentity, timing: Timing) -> None:
         super().__init__(identity, replace(timing, fence_s=0.0))
+
+
+class AnyTransport(TargetSession):
+    """Takes every transport for one by which a source can be refused."""
+
+    def __init__(self, identity: TargetIdentity, timing: Timing) -> None:
+        super().__init__(replace(identity, revocable=frozenset({"simulated"})), timing)
+
+
+class NearSlots(TargetSession):
+    """Forgets that a source which gathers into our slots itself cannot be refused."""
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        if isinstance(event, AnswerArrived) and isinstance(event.message, Reached):
+            commands = super().handle(event, now)
+            for peer in self._peers:
+                peer.is_revocable |= peer.key == event.peer and "simulated" in self._peers._ours.revocable
+            return commands
+        return super().handle(event, now)
 
 
 class FirstError(TargetSession):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from kvferry.errors import WireError, WireVersionError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session import commands as c
@@ -19,7 +21,19 @@ from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.session.target.session import TargetEvent
 from kvferry.wire.codec import decode
-from kvferry.wire.messages import Claim, Grant, Message, Packed, Party, Probe, Queued, Reason, Refusal, TransportOffer
+from kvferry.wire.messages import (
+    Claim,
+    Grant,
+    Message,
+    Packed,
+    Party,
+    Probe,
+    Queued,
+    Reason,
+    Refusal,
+    TargetOffer,
+    TransportOffer,
+)
 from simulator.checks import slots as slot_checks
 from simulator.context import RunContext
 from simulator.engines.digests import Digester
@@ -78,7 +92,13 @@ class Node:
         self.source = defect.source(identity, timing)
         moving = options.direction, offers, PROBE, b"", options.staging
         ours = TargetIdentity(
-            party, PRODUCT_VERSION, side.layouts, self.context.digest, *moving, may_switch_direction=True
+            party,
+            PRODUCT_VERSION,
+            side.layouts,
+            self.context.digest,
+            *moving,
+            may_switch_direction=True,
+            revocable=frozenset({"simulated"} if self.context.is_revocable else ()),
         )
         self.target = defect.target(ours, timing)
         share_programs(self.source, self.target, side.layouts, party.rank)
@@ -128,7 +148,7 @@ class Node:
             self.context.checks.copied(self.rank, copy)
 
     def _reach(self, peer: k.Remote) -> Rank | None:
-        return self._tickets.route(self.rank, peer)
+        return self._tickets.near(self.rank, peer)
 
     def _digested(self, event: e.Digested) -> None:
         if isinstance(event.key, k.SlotKey):
@@ -229,7 +249,7 @@ class Node:
     def _carry_out(self, command: c.Command) -> None:
         match command:
             case c.Send(peer, message):
-                self._frames.send(self, peer, message)
+                self._frames.send(self, peer, self._with_access(peer, message))
             case c.Reply(name, message):
                 self._frames.reply(self, name, message)
             case c.Connect(peer, offer):
@@ -244,6 +264,13 @@ class Node:
                 self._tickets.cancel(self.rank, key)
             case _:
                 self._note(command)
+
+    def _with_access(self, peer: k.PeerKey, message: Message) -> Message:
+        """As agents do: a source that is to write gets access of its own."""
+        if not isinstance(message, TargetOffer) or not self.context.is_revocable:
+            return message
+        offer = TransportOffer("simulated", self._tickets.access_for(self.rank, peer), "")
+        return structs.replace(message, transports=(offer,))
 
     def _note(self, command: c.Command) -> None:
         """What goes to the engine, and counters."""
@@ -266,9 +293,8 @@ class Node:
             case c.Acquire():
                 self._stager.acquire(command)
             case c.Release(key):
-                slot_checks.slot_is_released(
-                    self.rank, key, self.context.open_tickets, self._tickets.gathers_into(self.rank)
-                )
+                arriving = [ticket for ticket in self.context.open_tickets if not ticket.is_revoked]
+                slot_checks.slot_is_released(self.rank, key, arriving, self._tickets.gathers_into(self.rank))
                 self._stager.release(key)
             case c.Stage():
                 self._stager.stage(command)

@@ -9,11 +9,11 @@ from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Post
 from kvferry.session.events import PeerConnected, PeerUnreachable, TicketEnded
-from kvferry.session.keys import Remote, WorkKey
+from kvferry.session.keys import PeerKey, Remote, WorkKey
 from kvferry.wire.messages import Offer, TargetOffer
 from simulator.context import RunContext
 from simulator.network.receiver import Receiver
-from simulator.state.rank import Copy, Rank
+from simulator.state.rank import Access, Copy, Rank
 from simulator.state.ticket import Ticket
 
 NUM_STEPS = 4
@@ -29,14 +29,25 @@ class TransferNetwork:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._receivers: dict[Rank, Receiver] = {}
-        self._ranks: dict[bytes, Rank] = {}
-        self._routes: dict[tuple[Rank, Remote], Rank] = {}
+        self._ranks: list[Rank] = []
+        self._accesses: dict[bytes, Access] = {}
+        self._own: dict[tuple[Rank, PeerKey], Access] = {}
+        self._routes: dict[tuple[Rank, Remote], Access] = {}
         self._open = context.open_tickets
 
     def register(self, receiver: Receiver) -> None:
         """The memory of this rank can be reached by its descriptor."""
         self._receivers[receiver.rank] = receiver
-        self._ranks[receiver.rank.descriptor] = receiver.rank
+        self._ranks.append(receiver.rank)
+        self._accesses[receiver.rank.descriptor] = Access(receiver.rank, receiver.rank.descriptor)
+
+    def access_for(self, rank: Rank, source: PeerKey) -> bytes:
+        """How this source alone may write to a rank, until the rank disconnects it."""
+        own = self._own.get((rank, source))
+        if own is None:
+            descriptor = b"%s for %s, %d" % (rank.descriptor, str(source).encode(), len(self._accesses))
+            own = self._own[rank, source] = self._accesses[descriptor] = Access(rank, descriptor)
+        return own.descriptor
 
     def _tell(self, rank: Rank, event: PeerConnected | PeerUnreachable | TicketEnded) -> None:
         self._receivers[rank].network_event(event)
@@ -49,43 +60,52 @@ class TransferNetwork:
             context.log.fault("unreachable peer", rank.name, peer)
 
         def answer() -> None:
-            remote = self._ranks.get(offer.transports[0].descriptor) if offer.transports else None
-            if fails or remote is None or not remote.alive:
+            access = self._accesses.get(offer.transports[0].descriptor) if offer.transports else None
+            if fails or access is None or not access.is_valid or not access.rank.alive:
                 self._tell(rank, PeerUnreachable(peer, "nobody there"))
-            else:
-                self._routes[rank, peer] = remote
-                self._tell(rank, PeerConnected(peer, "simulated", "the only one", context.staging.costs))
+                return
+            if access.rank.descriptor != access.descriptor:
+                access.is_near = context.scheduler.chance(0.5)
+            self._routes[rank, peer] = access
+            is_near = context.is_revocable and access.is_near
+            costs = context.staging.costs
+            self._tell(rank, PeerConnected(peer, "simulated", "the only one", costs, reaches_staging=is_near))
 
         context.scheduler.after(context.scheduler.between(0.001, 0.05), answer)
 
-    def route(self, rank: Rank, peer: Remote) -> Rank | None:
-        """Whose memory a rank reaches under this name."""
-        return self._routes.get((rank, peer))
+    def near(self, rank: Rank, peer: Remote) -> Rank | None:
+        """Into whose slots a rank can gather under this name."""
+        access = self._routes.get((rank, peer))
+        return access.rank if access is not None and access.is_near else None
 
     def gathers_into(self, rank: Rank) -> list[tuple[Rank, Copy]]:
         """What others gather into slots of a rank, and who."""
-        return [(each, copy) for each in self._ranks.values() for copy in each.copies.values() if copy.far is rank]
+        return [(each, copy) for each in self._ranks for copy in each.copies.values() if copy.far is rank]
 
     def disconnect(self, rank: Rank, peer: Remote) -> None:
-        """Its open tickets end with an error before long; until then their bytes may still move."""
+        """Its open tickets end with an error before long; until then their bytes may still move. What it writes by
+        access of its own ends at once."""
         self._routes.pop((rank, peer), None)
+        if isinstance(peer, PeerKey) and (own := self._own.pop((rank, peer), None)):
+            own.is_valid = False
         for ticket in self._open:
-            if ticket.owner is rank and ticket.key.remote == peer:
+            if (ticket.owner is rank and ticket.key.remote == peer) or ticket.is_revoked:
                 self._let_go(ticket)
 
     def post(self, owner: Rank, post: Post) -> None:
         """Start to read or to write."""
         key, copies = post.key, post.copies
-        far = self._routes.get((owner, key.remote))
-        if far is None:
+        access = self._routes.get((owner, key.remote))
+        if access is None or not access.is_valid:
             self._tell(owner, TicketEnded(key, "the peer is not connected any more"))
             return
+        far = access.rank
         here, there = (far, owner) if post.direction is Direction.READ else (owner, far)
         source, target = here.memory.indices(copies.source, copies), there.memory.indices(copies.target, copies)
         if here.memory.lacks(source) or there.memory.lacks(target):
             self._tell(owner, TicketEnded(key, "a row leaves registered memory"))
             return
-        self._begin(Ticket(owner, here, there, key, source, target))
+        self._begin(Ticket(owner, here, there, key, source, target, access))
 
     def _begin(self, ticket: Ticket) -> None:
         scheduler, faults, num_bytes = self._context.scheduler, self._context.faults, len(ticket.source)
@@ -126,7 +146,7 @@ class TransferNetwork:
 
     def _step(self, ticket: Ticket) -> None:
         """Move the next quarter of the bytes; nothing moves across a partition or out of a process that is gone."""
-        if not ticket.is_open:
+        if not ticket.is_open or ticket.is_revoked:
             return
         context, here, there = self._context, ticket.source_rank, ticket.target_rank
         if context.is_cut(there.engine_name, here.engine_name):
@@ -182,7 +202,7 @@ class TransferNetwork:
             scheduler.after(scheduler.between(0.0, MAX_LATE_LANDING_S), lambda: self._land(ticket, sent))
 
     def _land(self, ticket: Ticket, sent: NDArray[np.uint8]) -> None:
-        if ticket.target_rank.alive:
+        if ticket.target_rank.alive and not ticket.is_revoked:
             self._context.log.note(ticket.target_rank.name, "late bytes of", ticket.request_id)
             self._context.checks.lands(ticket)
             ticket.target_rank.memory.bytes[ticket.target[ticket.moved :]] = sent

@@ -140,3 +140,14 @@ class Rank:
         if tables:
             self.memory.overwrite(tables)
             self.pool.give_back(tables)
+
+
+@dataclass(slots=True, eq=False)
+class Access:
+    """How a peer reaches the memory of a rank, and whether it still may. With `is_near` it also gathers straight into
+    slots of its staging memory."""
+
+    rank: Rank
+    descriptor: bytes
+    is_valid: bool = True
+    is_near: bool = True

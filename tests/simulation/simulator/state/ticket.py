@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvferry.session.keys import SlotKey, WorkKey
 from simulator.state.naming import request_of
-from simulator.state.rank import Rank
+from simulator.state.rank import Access, Rank
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +17,8 @@ class Ticket:
     """Bytes on their way from `source_rank` to `target_rank`; `owner` is the one that has posted it.
 
     `source` and `target` are indices of bytes, of which `moved` have moved. `fails_at` is the number of bytes after
-    which it ends with an error; a hanging one moves nothing until somebody loses interest in it.
+    which it ends with an error; a hanging one moves nothing until somebody loses interest in it. Nothing moves by an
+    `access` that is not valid any more.
     """
 
     owner: Rank
@@ -26,6 +27,7 @@ class Ticket:
     key: WorkKey
     source: NDArray[np.int64]
     target: NDArray[np.int64]
+    access: Access
     step_s: float = 0.0
     fails_at: int = 0
     hangs: bool = False
@@ -33,6 +35,11 @@ class Ticket:
     is_open: bool = True
     unwanted: bool = False
     ended_at: float = 0.0
+
+    @property
+    def is_revoked(self) -> bool:
+        """Whether the target has seen to it that nothing of it arrives."""
+        return self.is_write and not self.access.is_valid
 
     @property
     def is_staged(self) -> bool:

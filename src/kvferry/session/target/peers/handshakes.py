@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 
 from msgspec import structs
 
@@ -35,7 +36,8 @@ class TargetIdentity:
     `staging` whether they may go through staging memory. `transports`, `probe` and `staging_descriptor` are for sources
     that write; the last is what a process of this host needs to attach this rank's staging memory, empty where none
     can. With `may_switch_direction` a source writes instead where reading from it is far slower, and one that can write
-    while this rank reads writes a share. Without `may_leave_host` nobody on another host is asked.
+    while this rank reads writes a share. Without `may_leave_host` nobody on another host is asked. Over the
+    transports named `revocable` nothing of a source arrives any more once it is disconnected.
     """
 
     party: m.Party
@@ -49,6 +51,7 @@ class TargetIdentity:
     staging: StagingPolicy = NO_STAGING
     may_switch_direction: bool = False
     may_leave_host: bool = True
+    revocable: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,13 @@ class Handshakes:
     def __init__(self, ours: TargetIdentity, timing: Timing) -> None:
         self._ours = ours
         self._timing = timing
+        self._numbers = count()
         self._peers: dict[PeerKey, Peer] = {}
         # The peers whose handshake is not over, and some that have just become ready: few of a thousand.
         self._meeting: dict[PeerKey, Peer] = {}
+        # Sources that have not acknowledged what they were told to abort before they were disconnected. Their claims
+        # must not be carried out by the access that they get now.
+        self.withheld: set[PeerKey] = set()
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -104,7 +111,8 @@ class Handshakes:
             return
         machine = StateMachine(f"peer {key}", PEER_TABLE, PeerState.GREETED)
         deadline = now + self._timing.handshake_s
-        peer = Peer(key, machine, deadline, last_heard=now, last_sent=now, direction=self._ours.direction)
+        whose = key, next(self._numbers), machine, deadline
+        peer = Peer(*whose, last_heard=now, last_sent=now, direction=self._ours.direction)
         self._peers[key] = self._meeting[key] = peer
         yield from self._ask(peer)
 
@@ -149,8 +157,11 @@ class Handshakes:
             yield from self._ask(peer)
 
     def reached(self, peer: Peer, reached: m.Reached, now: float) -> Iterator[Step]:
-        """The source is connected to our memory; it also says whether it can attach our staging memory."""
-        peer.note_reached(reached)
+        """The source is connected to our memory; it also says whether it can attach our staging memory. What it says
+        of an earlier handshake may be void."""
+        if reached.handshake != peer.handshake:
+            return
+        peer.note_reached(reached, self._ours.revocable)
         if peer.direction is Direction.WRITE or peer.machine.state is PeerState.OFFERING:
             yield from self.connected(PeerConnected(peer.key, reached.transport, reached.choice), now)
 
@@ -235,7 +246,10 @@ class Handshakes:
         elif state is PeerState.OFFERING or (state is PeerState.CONNECTING and peer.direction is Direction.WRITE):
             # A source whose transport copies with its own processors can gather into our slots just as well.
             staging = ours.staging_descriptor if peer.costs.gathers_into_peer else b""
-            yield Send(peer.key, m.TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe, staging))
+            if peer.key in self.withheld:
+                return
+            memory = ours.transports, ours.probe, staging
+            yield Send(peer.key, m.TargetOffer(ours.party, ours.layouts, *memory, peer.handshake))
 
 
 def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:

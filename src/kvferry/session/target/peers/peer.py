@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -40,10 +41,12 @@ class CanWrite(StrEnum):
 
 @dataclass(slots=True)
 class Peer:
-    """One source rank as its target sees it. The handshake must be over by the `deadline`. With `is_told_unneeded` the
-    source has been told that it is over although nothing is claimed from it."""
+    """One source rank as its target sees it. The `handshake`, counted over all sources, must be over by the `deadline`.
+    With `is_told_unneeded` the source has been told that it is over although nothing is claimed from it. Where it
+    `is_revocable`, nothing that it writes to our memory arrives any more once it is disconnected."""
 
     key: PeerKey
+    handshake: int
     machine: StateMachine
     deadline: float
     last_heard: float
@@ -56,6 +59,7 @@ class Peer:
     choice: str = ""
     costs: Costs = TYPICAL_AGENTS
     can_write: CanWrite = CanWrite.UNKNOWN
+    is_revocable: bool = False
     is_switching_direction: bool = False
     is_told_unneeded: bool = False
     # Since the last one that was valid.
@@ -67,8 +71,10 @@ class Peer:
         """Whether its blocks can be reached through its staging memory only."""
         return self.offer is not None and self.offer.is_staged
 
-    def note_reached(self, reached: Reached) -> None:
-        """Only the source knows whether it can gather into our slots."""
+    def note_reached(self, reached: Reached, revocable: Collection[str]) -> None:
+        """Only the source knows over what it writes, and whether it can gather into our slots, which nobody can keep it
+        from."""
+        self.is_revocable = reached.transport in revocable and not reached.reaches_staging
         self.costs = replace(self.costs, gathers_into_peer=self.costs.gathers_into_peer and reached.reaches_staging)
 
     @property

@@ -1,0 +1,151 @@
+"""Sources that write over a transport by which the target can refuse them: what they wrote to is free once they are
+disconnected, and they write again only when they know what was aborted."""
+
+from dataclasses import replace
+
+import pytest
+import staging_cases as staged
+import test_target_sharing as shared
+from msgspec import structs
+from playbook import play
+from session_cases import ABORT, HELLO, OFFER, OURS, PEER, PROBE, TARGET_LAYOUTS, TRANSPORTS, WELCOME, answer, failure
+from session_cases import TARGET as US
+from test_target_push import CLEAN, GRANT, HANDSHAKE, TIMING, UNCLEAN, WANTED
+
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session.commands import BlocksReleased, Cancel, Count, Disconnect, FetchFailed, Post, Release, Send
+from kvferry.session.events import AbortRequest, PeerGone, Tick, TicketEnded
+from kvferry.session.target.peers.handshakes import TargetIdentity
+from kvferry.session.target.read_strategy import StagingPolicy
+from kvferry.session.target.session import TargetSession
+from kvferry.wire import messages as m
+
+REVOCABLE = frozenset({"tcp"})
+OVER_TCP = m.Reached("tcp", "tcp 3 GB/s")
+GONE = PeerGone(PEER)
+LOST = [Count, FetchFailed, ABORT, Disconnect(PEER)]
+FREE = BlocksReleased("q1")
+AGAIN = replace(WANTED, request_id="q2")
+
+
+MEMORY = {"transports": TRANSPORTS, "probe": PROBE, "revocable": REVOCABLE}
+
+
+def pushing() -> TargetSession:
+    return TargetSession(TargetIdentity(US, "0.1.0", TARGET_LAYOUTS, direction=Direction.WRITE, **MEMORY), TIMING)
+
+
+def granted(reached=OVER_TCP):
+    return [*HANDSHAKE[:3], (0.3, answer(reached), [Send]), (0.4, GRANT, [])]
+
+
+def test_the_blocks_of_a_lost_source_are_free_once_it_is_disconnected():
+    target = pushing()
+    play(target, [*granted(), (0.6, GONE, [*LOST, FREE])])
+    assert target.num_open() == 0
+    assert not target.may_be_written()
+
+
+def fall_silent(target):
+    """What follows when nothing is heard of the source for seven seconds."""
+    return [command for now in range(1, 8) for command in target.handle(Tick(), float(now))]
+
+
+def test_a_source_that_falls_silent_is_lost_and_keeps_nothing():
+    target = pushing()
+    play(target, granted())
+    commands = fall_silent(target)
+    assert commands.index(FREE) == commands.index(Disconnect(PEER)) + 1
+    assert failure(commands).reason == "peer_lost"
+
+
+@pytest.mark.parametrize(
+    "reached", [m.Reached("nixl", ""), m.Reached("tcp", "", reaches_staging=True)], ids=["another-transport", "near"]
+)
+def test_a_source_that_cannot_be_refused_may_still_write(reached):
+    target = pushing()
+    play(target, [*granted(reached), (0.6, GONE, LOST)])
+    assert target.may_be_written()
+
+
+def test_what_was_aborted_before_is_free_as_well():
+    """One that lives is not refused: it acknowledges, as others do."""
+    target = pushing()
+    play(target, [*granted(), (0.5, AbortRequest("q1"), [Count, FetchFailed, ABORT])])
+    other = replace(AGAIN, reference=m.Reference("p0", "epoch-1", "r2", "l2"))
+    play(target, [(0.6, other, [Send])])
+    assert target.handle(GONE, 0.7)[-3:] == [Disconnect(PEER), FREE, BlocksReleased("q2")]
+
+
+def met_again(target: TargetSession) -> m.TargetOffer:
+    """Up to the offer of the target's memory."""
+    play(target, [(7.1, AGAIN, [HELLO]), (7.2, answer(WELCOME), [Send(PEER, m.OfferRequest(US))])])
+    return structs.replace(OURS.message, handshake=1)
+
+
+def sent_by(commands):
+    """Heartbeats aside."""
+    sent = [each.message for each in commands if isinstance(each, Send)]
+    return [message for message in sent if not isinstance(message, m.Renew)]
+
+
+@pytest.mark.parametrize("acknowledged", [CLEAN, UNCLEAN], ids=["clean", "unclean"])
+def test_it_writes_again_when_it_knows_what_was_aborted(acknowledged):
+    """What it had written badly does not arrive either: nothing more is waited for."""
+    target = pushing()
+    play(target, granted())
+    fall_silent(target)
+    offer = met_again(target)
+    play(target, [(7.3, answer(OFFER), []), (7.4, acknowledged, [])])
+    assert sent_by(target.handle(Tick(), 8.0)) == [offer]
+
+
+def test_until_then_it_gets_no_access():
+    target = pushing()
+    play(target, granted())
+    fall_silent(target)
+    met_again(target)
+    play(target, [(7.3, answer(OFFER), [])])
+    assert [sent_by(target.handle(Tick(), float(now))) for now in range(8, 11)] == [[ABORT.message]] * 3
+
+
+def test_it_is_not_asked_for_ever_when_its_process_has_ended():
+    target = pushing()
+    play(target, [*granted(), (0.6, GONE, [*LOST, FREE]), (0.7, GONE, [])])
+    for now in range(1, 10):
+        target.handle(Tick(), float(now))
+    assert target.next_deadline(10.0) == float("inf")
+
+
+def test_what_it_said_of_an_earlier_handshake_means_nothing():
+    """It was connected by access that is void."""
+    target = pushing()
+    play(target, [*granted(), (0.6, GONE, [*LOST, FREE]), (0.7, CLEAN, [Disconnect(PEER)])])
+    offer = met_again(target)
+    play(target, [(7.3, answer(OFFER), [Send(PEER, offer)]), (7.4, answer(OVER_TCP), [])])
+    play(target, [(7.5, answer(structs.replace(OVER_TCP, handshake=1)), [Send])])
+
+
+def test_slots_of_a_lost_source_are_free_as_well():
+    policy = StagingPolicy((Strategy.PACK,), staged.STRETCH_BYTES)
+    target = TargetSession(TargetIdentity(US, "0.1.0", staged.TARGET_LAYOUTS, staging=policy, **MEMORY), staged.TIMING)
+    play(target, [*staged.OFFERING, (0.4, answer(OVER_TCP), [Send(PEER, staged.CLAIM)])])
+    play(
+        target,
+        [
+            (0.5, answer(m.Grant("q1", ())), [*staged.WINDOW, staged.acquire(3)]),
+            (0.6, staged.acquired(0), [staged.pack(0)]),
+        ],
+    )
+    commands = target.handle(GONE, 0.7)
+    assert commands[-4:] == [ABORT, FREE, Disconnect(PEER), Release(staged.key(0))]
+    assert target.num_open() == 0
+
+
+def test_a_shared_read_still_waits_for_our_own_ticket():
+    target, _ = shared.target(revocable=REVOCABLE)
+    play(target, [(0.4, answer(OVER_TCP), [shared.CLAIM]), (0.5, shared.GRANT, [Post])])
+    play(target, [(0.6, GONE, [Count, FetchFailed, Cancel, ABORT, Disconnect(PEER)])])
+    assert target.num_open() == 1
+    play(target, [(0.7, TicketEnded(shared.KEY, "cancelled"), [FREE])])
