@@ -55,6 +55,20 @@ from kvferry.wire import messages as m
 
 pytestmark = pytest.mark.usefixtures("three_slots_at_a_time")
 
+
+def test_a_source_that_packs_has_time_to_notice_that_it_cannot_write():
+    """As one that writes to blocks has: until then heartbeats are short."""
+    waiting = target(Strategy.PACK)
+    waiting._liveness._timing = replace(TIMING, heartbeat_s=1.0, missed_heartbeats=30)
+    play(waiting, [*PACKING, (0.6, acquired(0), [pack(0)])])
+    renewals = [each.message for now in range(1, 8) for each in waiting.handle(Tick(), now + 0.5) if is_renewal(each)]
+    assert [bool(renewal.padding) for renewal in renewals] == [False] * 4 + [True] * 3
+
+
+def is_renewal(command):
+    return isinstance(command, Send) and isinstance(command.message, m.Renew)
+
+
 SCATTERING = [*met(), (0.3, CONNECTED, [READ_CLAIM]), (0.4, answer(m.Grant("q1", SOURCE_TABLES)), WINDOW)]
 
 

@@ -30,8 +30,17 @@ from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.digests.subject import NOTHING
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.commands import BlocksReleased, CheckLiveness, Count, Disconnect, Fetched, FetchFailed, Send
-from kvferry.session.events import AbortRequest, AnswerArrived, FetchRequest, PeerGone, Tick
+from kvferry.session.commands import (
+    BlocksReleased,
+    CheckLiveness,
+    Connect,
+    Count,
+    Disconnect,
+    Fetched,
+    FetchFailed,
+    Send,
+)
+from kvferry.session.events import AbortRequest, AnswerArrived, FetchRequest, PeerConnected, PeerGone, Tick
 from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.handshakes import Handshakes, TargetIdentity
 from kvferry.session.target.quarantine import PendingAborts, Quarantine
@@ -131,6 +140,17 @@ def test_an_abort_that_is_not_answered_is_sent_over_a_new_connection(target):
     sent = {now: anew(target.handle(Tick(), float(now))) for now in range(2, 40)}
     assert all(len(each) == 1 for each in sent.values())
     assert [now for now, (is_anew,) in sent.items() if is_anew] == [5, 13, 29]
+
+
+def test_an_abort_of_a_source_that_writes_nothing_replaces_no_connection():
+    """It may wait on the way: nobody's blocks wait for it."""
+    timing = replace(TIMING, fence_s=1.0)
+    target = TargetSession(TargetIdentity(US, "0.1.0", TARGET_LAYOUTS), timing)
+    play(target, [*HANDSHAKE[:2], (0.2, answer(OFFER), [Connect]), (0.3, PeerConnected(PEER, "tcp", ""), [Send])])
+    play(target, [(0.4, AbortRequest("q1"), [*FAILED, BlocksReleased("q1")])])
+    sent = [anew(target.handle(Tick(), now / 2)) for now in range(1, 10)]
+    assert sum(map(len, sent)) > 3
+    assert not any(map(any, sent))
 
 
 def test_aborts_to_one_source_need_one_new_connection(target):

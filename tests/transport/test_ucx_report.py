@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvferry.transport.nixl import remote_agents
 from kvferry.transport.ucx.introspection import UcxIntrospection, carriers_in
 
 BOTH = """
@@ -175,6 +177,17 @@ def test_what_carries_the_bytes_is_known_of_a_connection_that_the_peer_has_opene
     first, second = told_by(ANSWERED, UCX_TLS="tcp")
     assert first == second
     assert {name.split("/")[0] for name in first} == {"tcp"}
+
+
+def test_a_connection_that_a_peer_has_opened_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither our own agent's, nor that of a peer that was loaded before."""
+    endpoints = iter([{1}, {1, 2}, {1, 2}, {1, 2, 3}, {1, 2, 3}])
+    listing = SimpleNamespace(endpoints=lambda: frozenset(next(endpoints)), carriers=lambda each: (f"tcp/{each}",))
+    monkeypatch.setattr(remote_agents, "UcxIntrospection", lambda name: listing)
+    agents = remote_agents.RemoteAgents(SimpleNamespace(add_remote_agent=bytes.decode), (), "ours")
+    for name in ("first", "second"):
+        agents.load(name, name.encode(), busy=())
+    assert (agents.carriers("first"), agents.carriers("second")) == (("tcp/2",), ("tcp/3",))
 
 
 def test_nothing_waits_for_the_interpreter_while_ucx_lists() -> None:

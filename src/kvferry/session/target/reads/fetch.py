@@ -143,7 +143,8 @@ class Read:
 
     @property
     def may_change_blocks(self) -> bool:
-        """Whether bytes may come into the blocks themselves; staged ones do only by a scatter, which is ours."""
+        """Of a failed read, whether bytes may come into the blocks themselves; staged ones do only by a scatter, which
+        is ours."""
         return self.is_open and (not self.strategy.is_staged or any(each.is_scattering for each in self.pipeline))
 
     def is_stalled(self, now: float, limit_s: float) -> bool:

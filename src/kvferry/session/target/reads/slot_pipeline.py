@@ -70,11 +70,6 @@ class SlotPipeline:
         """Whether the source may be writing to a slot, for all we know."""
         return any(self._may_be_written(use) for use in self._open.values())
 
-    @property
-    def is_scattering(self) -> bool:
-        """Whether a slot is being scattered into the blocks."""
-        return any(use.state is SlotState.EMPTYING or use.was_emptying for use in self._open.values())
-
     def _may_be_written(self, use: SlotUse) -> bool:
         is_filling = use.state is SlotState.FILLING or (use.state is SlotState.DRAINING and not use.was_emptying)
         return self._strategy.source_gathers and is_filling
@@ -146,6 +141,11 @@ class SlotPipeline:
                 yield self._pack(use)
 
     # --- after a failure ---
+
+    @property
+    def is_scattering(self) -> bool:
+        """Whether a slot is still being scattered into the blocks."""
+        return any(use.was_emptying for use in self._open.values())
 
     def fail(self) -> Iterator[Command]:
         """Wait for what is in flight, and ask for nothing more."""
