@@ -22,7 +22,18 @@ from kvferry.router.commands import (
     Send,
 )
 from kvferry.router.config import PrefillFallback
-from kvferry.router.events import TOO_LATE, Answered, Began, ClientGone, Ended, Failed, Opened, Path, Picked
+from kvferry.router.events import (
+    TOO_LATE,
+    Answered,
+    Began,
+    ClientGone,
+    Ended,
+    Failed,
+    Opened,
+    Path,
+    Picked,
+    Promised,
+)
 from kvferry.router.flow.attempts import MAX_GONE
 from kvferry.router.flow.state_machine import TRANSITIONS, Flow, State
 from kvferry.router.policy.records import Instance, NoInstance, Overloaded, Role, SkipPrefill
@@ -509,6 +520,71 @@ def test_a_busy_prefill_and_a_broken_one_leave_decode_alone():
     flow = new_flow()
     then = [failed(Role.PREFILL, "reset"), fallback("prefill_failed"), Send(D0, RAW)]
     play(flow, *to_second_prefill(BUSY, "status_429"), (RESET, then))
+
+
+def to_broken_decode_behind_a_busy_prefill(computes):
+    """A decode instance fails, and no prefill instance is left for the next one: the first one was busy."""
+    return (
+        *to_second_prefill(BUSY, "status_429"),
+        (PREFILLED, [Send(D0, DIVIDED)]),
+        (RESET, [failed(Role.DECODE, "reset"), pick(Role.DECODE, P0, D0)]),
+        (Picked(D1, computes=computes), [retry(Role.DECODE, "reset"), pick(Role.PREFILL, P0, D0)]),
+    )
+
+
+def test_a_busy_prefill_is_a_reason_for_decode_alone():
+    flow = new_flow()
+    then = [fallback("prefill_failed"), Send(D1, RAW)]
+    play(flow, *to_broken_decode_behind_a_busy_prefill(computes=True), (NoInstance(), then))
+    assert flow.reason == "prefill_failed"
+
+
+def test_behind_a_busy_prefill_no_decode_that_computes_nothing_is_picked_again_and_again():
+    flow = new_flow()
+    play(
+        flow,
+        *to_broken_decode_behind_a_busy_prefill(computes=False),
+        (NoInstance(), [pick_alone(P0, D0)]),
+    )
+    [refusal] = flow.handle(Picked(D1, computes=False))
+    assert isinstance(refusal, Refuse)
+    assert flow.state is State.DONE
+
+
+@pytest.mark.parametrize(
+    "to_decode",
+    [
+        (Promised(PARAMS), [Send(D0, DIVIDED)]),
+        (PREFILLED, [Send(D0, DIVIDED)]),
+    ],
+    ids=["early", "whole"],
+)
+def test_a_prefill_that_was_busy_is_forgotten_when_another_one_has_computed(to_decode):
+    """Decode's own error is not told where decode alone would answer."""
+    flow = new_flow()
+    play(
+        flow,
+        *to_second_prefill(BUSY, "status_429"),
+        to_decode,
+        (Answered(500, b"{}"), [failed(Role.DECODE, "status_500"), pick(Role.DECODE, D0, P0, P1)]),
+        (NoInstance(), [pick(Role.DECODE, P0, P1)]),
+        (Picked(D0), [retry(Role.DECODE, "status_500"), pick(Role.PREFILL, P0, P1)]),
+        (NoInstance(), [fallback("pair_failed"), Send(D0, RAW)]),
+    )
+
+
+def test_a_policy_that_skips_prefill_without_a_reason_has_one():
+    flow = new_flow()
+    skipped = (SkipPrefill("", "its own words"), [fallback("policy"), Send(D0, RAW)])
+    play(flow, *to_prefilling()[:2], skipped)
+    assert flow.reason == "policy; its own words"
+
+
+def test_a_policy_that_skips_prefill_without_a_reason_asks_no_decode_again_and_again():
+    flow = new_flow()
+    picking = (Picked(D0, computes=False), [pick(Role.PREFILL)])
+    play(flow, (Began(), [pick(Role.DECODE)]), picking, (SkipPrefill(""), [pick_alone()]))
+    assert isinstance(flow.handle(Picked(D0, computes=False))[-1], Refuse)
 
 
 def test_a_policy_may_skip_prefill_and_the_client_is_told_why():

@@ -72,7 +72,13 @@ from kvferry.router.policy.records import (
     RoutingQuery,
     SkipPrefill,
 )
-from kvferry.router.request.client_request import Endpoint, parse_request, room_decode_body, room_prefill_body
+from kvferry.router.request.client_request import (
+    Endpoint,
+    parse_request,
+    prefill_body,
+    room_decode_body,
+    room_prefill_body,
+)
 from kvferry.router.telemetry.metrics import Metrics
 from kvferry.router.telemetry.tracing import UpstreamTrace
 from kvferry.router.upstream.failures import MESSAGES
@@ -187,6 +193,23 @@ def test_a_lost_prefill_is_tried_on_another_instance_in_another_room():
         (Picked(P1, room=OTHER_ROOM), AGAIN),
         (Opened(True), [Relay()]),
         (Ended(), []),
+    )
+
+
+def test_a_prefill_that_was_busy_is_forgotten_when_another_one_has_met_decode():
+    """It was asked by itself. Decode's own error is not told where decode alone would answer."""
+    flow = Flow(REQUEST)
+    play(
+        flow,
+        (Began(), [pick(Role.DECODE)]),
+        (Picked(D0), [pick(Role.PREFILL)]),
+        (Picked(P0), [Send(P0, prefill_body(REQUEST))]),
+        (Answered(429, b"{}"), [failed(Role.PREFILL, "status_429"), pick(Role.PREFILL, P0)]),
+        (Picked(P1, room=OTHER_ROOM), [retry(Role.PREFILL, "status_429"), *AGAIN]),
+        (D_ERROR, [failed(Role.DECODE, "status_500"), pick(Role.DECODE, D0, P0, P1)]),
+        (NoInstance(), [pick(Role.DECODE, P0, P1)]),
+        (Picked(D0), [retry(Role.DECODE, "status_500"), pick(Role.PREFILL, P0, P1)]),
+        (NoInstance(), [fallback("pair_failed"), Send(D0, RAW)]),
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.http.openai import INVALID_REQUEST, SERVER_ERROR, error_body
-from kvferry.router.commands import Refuse
-from kvferry.router.events import PREFILL_FAILS, Failed
+from kvferry.router.commands import Cut, EndWithError, Refuse
+from kvferry.router.events import PREFILL_FAILS, TOO_LATE, Failed
 from kvferry.router.policy.records import Overloaded
 
 PREFILL_UNAVAILABLE = "prefill_unavailable"
@@ -76,3 +76,9 @@ def pair_failed(status: int) -> Refuse:
 
 def prefill_lost(event: Failed) -> Refuse:
     return refusal(502, "prefill_failed", f"the cache did not arrive: {event.detail}", event.reason)
+
+
+def broken_off(event: Failed, can_append: bool) -> EndWithError | Cut:
+    """The end of an answer of which the client has had a part. `can_append`: a frame may follow it."""
+    code = "deadline_exceeded" if event.reason == TOO_LATE else "upstream_broke_off"
+    return EndWithError(f"the answer was interrupted: {event.detail}", code, event.reason) if can_append else Cut()

@@ -83,7 +83,7 @@ class Flow:
         # What the client gets when no decode instance is left.
         self._last_answer: Command = NO_DECODE_INSTANCE
         self._can_append = False
-        # A P had too much to do: the client hears it if there is no other one.
+        # A P had too much to do, and D has not been asked since: the client hears it if there is no other P.
         self._overloaded = False
         # What P keeps for D, until D answers.
         self._kept = b""
@@ -138,12 +138,13 @@ class Flow:
         if self._attempts.acquit(Role.PREFILL):
             return self._pick(Role.PREFILL)
         failed = any(instance.role is Role.PREFILL for instance in self._attempts.failed)
-        return self._decode_alone(self._lost_for if failed else event.reason or "no_prefill_instance")
+        reason = self._lost_for or "prefill_failed" if failed else event.reason or "no_prefill_instance"
+        return self._decode_alone(reason)
 
     def skip_prefill(self, event: SkipPrefill) -> list[Command]:
         if self._refuses and event.reason in refusals.FOR_WANT_OF_PREFILL:
             return self._refuse(event.reason)
-        return self._leave_to_decode(event.reason, event.detail)
+        return self._leave_to_decode(event.reason or "policy", event.detail)
 
     def take_prefill_answer(self, event: events.Answered) -> list[Command]:
         self._overloaded, prefill = event.status == 429, self._picked[Role.PREFILL]
@@ -204,12 +205,9 @@ class Flow:
         return []
 
     def break_off(self, event: events.Failed) -> list[Command]:
-        message = f"the answer was interrupted: {event.detail}"
         is_ours = event.reason == events.TOO_LATE
-        code = "deadline_exceeded" if is_ours else "upstream_broke_off"
-        last = commands.EndWithError(message, code, event.reason) if self._can_append else commands.Cut()
         counts = [] if is_ours else [Count(Counted.UPSTREAM_ERROR, Role.DECODE, event.reason)]
-        return [*counts, *self._finish(last)]
+        return [*counts, *self._finish(refusals.broken_off(event, self._can_append))]
 
     def abandon(self, event: events.ClientGone) -> list[Command]:
         if event.prefill_answer:
@@ -237,7 +235,7 @@ class Flow:
         return self._send_decode(decode_body(self._request, transfer))
 
     def _send_decode(self, body: bytes) -> list[Command]:
-        self.state = State.DECODING
+        self.state, self._overloaded = State.DECODING, False
         return [commands.Send(self._picked[Role.DECODE], body)]
 
     def _finish(self, last: Command) -> list[Command]:
