@@ -6,7 +6,7 @@ import json
 
 import pytest
 from aiohttp import web
-from router_harness import DONE, answer, cluster, failing, hanging, resetting
+from router_harness import DONE, answer, cluster, decoding, failing, hanging, resetting
 from sglang_stubs import BACKEND, USAGE, Rooms, other_decode, other_prefill, room_fields, sglang_decode, sglang_prefill
 from test_router_flow import D0, D1, P0, P1, RAW, REQUEST, failed, fallback, pick, pick_alone, play, retry
 from test_router_rooms import expect_another_prefill, rooms_of
@@ -380,6 +380,28 @@ async def test_a_decode_that_computes_does_without_sglang(prefills, reason):
         assert "kv_transfer_params" not in d.seen[-1].body
         assert len(d.seen) == 1 + len(ps)
         await c.until_idle()
+
+
+async def test_a_prefill_whose_room_is_left_does_not_end_what_decode_computes_alone():
+    """SGLang's prefill server fails in time when nobody reads its cache: it is left before decode is asked again."""
+    rooms = Rooms()
+    p = sglang_prefill(rooms, hanging, kvferry=BACKEND)
+    loads = []
+
+    async def behave(request, seen):
+        if "kv_transfer_params" in seen.body:
+            await p.arrived.wait()
+            return web.json_response({"error": {"message": "x", "type": "t", "code": "wrong_prompt"}}, status=502)
+        await p.left.wait()
+        loads.extend(one["in_flight_requests"] for one in (await c.members())["members"])
+        return await decoding(request, seen)
+
+    d = other_decode(rooms, behave)
+    async with cluster([p], [d]) as c:
+        reply = await c.complete()
+        assert (reply.status, reply.headers["x-kvferry-reason"]) == (200, "wrong_prompt")
+        assert (len(d.seen), loads) == (2, [0, 1])
+        assert "kvferry_router_retries_total{" not in await c.metrics()
 
 
 async def test_an_error_of_an_engine_beside_sglang_is_its_own():

@@ -106,6 +106,10 @@ class Dispatcher:
     async def send(self, command: Send, path: Path) -> Event:
         """Send a request to the instance that was picked for it."""
         role = command.instance.role
+        if path is Path.DECODE_ONLY:
+            # A prefill that is left over in a room fails there, which must not end this request.
+            self.leave_early()
+            self._reserved.release(Role.PREFILL)
         request = self._upstream_request(command)
         self._sent.append(request)
         self._outcomes.sends(request.reservation, path is Path.DISAGGREGATED)
