@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_harness import cluster, decode_engine, hanging
 
 from kvferry.http.asgi import server_timing
 from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, differences
@@ -16,6 +18,7 @@ from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.prompt_cost import (
     DEFAULT_NEW_TOKENS,
+    MAX_NEW_TOKENS,
     MAX_PREFIXES,
     PREFIX_BYTES,
     TOKENS_OF_EMBEDDED,
@@ -86,6 +89,23 @@ def test_new_tokens_are_those_that_were_asked_for():
     assert task(prompt="x", max_tokens=None).new_tokens == DEFAULT_NEW_TOKENS
     chat = task(Endpoint.CHAT, messages=[{}], max_tokens=9, max_completion_tokens=5)
     assert chat.new_tokens == 5
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 10**400}, {"n": 10**400}, {"max_tokens": 10**12, "n": 10**12}])
+async def test_an_absurd_number_of_tokens_counts_as_very_many(fields):
+    """The metrics show the sum of all requests as a float, and the members as an integer of 64 bits."""
+    assert task(prompt="x", **fields).new_tokens == MAX_NEW_TOKENS
+    d = decode_engine(behave=hanging)
+    async with cluster([], [d]) as c:
+        asking = asyncio.create_task(c.complete({"prompt": "x", **fields}))
+        await d.arrived.wait()
+        assert d.seen[0].body == {"prompt": "x", **fields}
+        (member,) = (await c.members())["members"]
+        assert member["in_flight_tokens"] == MAX_NEW_TOKENS
+        tokens = f'kvferry_router_in_flight_tokens{{instance="{d.url}",role="decode"}}'
+        assert await c.metric(tokens) == MAX_NEW_TOKENS
+        asking.cancel()
+        await d.left.wait()
 
 
 def test_what_cannot_be_divided_says_so():

@@ -20,6 +20,8 @@ PREFIX_BYTES = 1024
 MAX_PREFIXES = 64
 # The length of an answer for which the client gives none: most answers end by themselves before.
 DEFAULT_NEW_TOKENS = 256
+# More than any model writes. Clients may ask for a number with hundreds of digits.
+MAX_NEW_TOKENS = 1 << 20
 # What an image, a sound or another file in a message counts, whatever it weighs: a URL that holds it, or a field that
 # does. Embeddings in place of a prompt as well.
 EMBEDDED = re.compile(rb'"data:[^"]{256,}"|"(?:data|[a-z]{1,16}_embeds)"\s*:\s*\[?\s*"[^"]{256,}"')
@@ -64,10 +66,14 @@ def _num_tokens(content: bytes) -> int:
 
 
 def _new_tokens(request: ClientRequest) -> int:
+    return min(_tokens_of_sample(request) * _num_samples(request), MAX_NEW_TOKENS)
+
+
+def _tokens_of_sample(request: ClientRequest) -> int:
     for field in reversed(request.dialect.lengths):
         if field in request.fields and (max_tokens := msgspec.json.decode(request.fields[field])):
-            return int(max_tokens) * _num_samples(request)
-    return DEFAULT_NEW_TOKENS * _num_samples(request)
+            return int(max_tokens)
+    return DEFAULT_NEW_TOKENS
 
 
 def _num_samples(request: ClientRequest) -> int:
