@@ -384,18 +384,6 @@ async def test_readiness_needs_a_decode_instance():
             assert response.status == 200
 
 
-async def test_a_client_that_leaves_amid_its_body_is_no_error(caplog):
-    async with cluster([], [decode_engine()]) as c:
-        host, port = c.url.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-        assert (await c.complete()).status == 200
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
 async def test_a_defect_is_a_500_and_leaves_the_history_to_the_log(monkeypatch, caplog):
     def illegal(flow, event):
         raise IllegalEventError("the flow met an event", found="the history")

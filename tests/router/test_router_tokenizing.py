@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import logging
 
 import pytest
 from aiohttp import web
@@ -161,16 +158,3 @@ async def test_too_long_bodies_and_bad_ids_are_refused_and_counted():
             line = f'kvferry_router_requests_total{{endpoint="/tokenize",path="none",status="{status}"}}'
             assert await c.metric(line) == 1
         assert d.seen == []
-
-
-async def test_a_client_that_leaves_amid_its_body_is_no_error(caplog):
-    async with cluster([], [decode_engine(behave=tokenizing)]) as c:
-        host, port = c.url.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
-        await writer.drain()
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-        assert json.loads((await ask(c)).raw)["count"] == 1
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

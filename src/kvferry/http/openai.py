@@ -20,7 +20,7 @@ SSE_DONE = b"data: [DONE]\n\n"
 OPENING_EVENTS = tuple(b"event: response.%b\n" % name for name in (b"created", b"in_progress", b"queued"))
 """How events of a response begin that say only that it has begun: engines send them before the first token."""
 
-HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
 """What programs know refusals by that come before a request is understood."""
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"

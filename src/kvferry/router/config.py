@@ -82,7 +82,8 @@ class RouterConfig:
 
     `prefill_urls` may be empty: then decode instances serve alone. With `instances_may_join` both may be empty.
     `prefill_timeout_s` is for a whole prefill; `decode_timeout_s` ends with the first byte of the answer's body, which
-    without streaming is the whole generation. After it only silence is limited: `stall_timeout_s` between two pieces.
+    without streaming is the whole generation. After it only silence is limited: `stall_timeout_s` between two pieces,
+    as it is in the body of a request.
     With `require_prefill` the router is not ready while no pair of instances is; with a `prefill_fallback` of REFUSE it
     does not let a decode instance compute what a prefill instance should, either. If a prompt has `early_from_tokens`
     or more, decode begins together with prefill where the prefill instance can do that. With 0 it never does.

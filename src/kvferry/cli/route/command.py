@@ -72,7 +72,7 @@ class RouteOptions:
     ] = 0.0
     prefill_timeout: Annotated[float, times(min=0.1, help="Until a prefill is complete.")] = 300.0
     decode_timeout: Annotated[float, times(min=0.1, help="Until an answer begins.")] = 1800.0
-    stall_timeout: Annotated[float, times(min=0.1, help="Between two pieces of an answer.")] = 120.0
+    stall_timeout: Annotated[float, times(min=0.1, help="Between two pieces of an answer, or of a request.")] = 120.0
     drain_timeout: Drain = 30.0
     host: Host = HERE
     port: Annotated[int, common(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from kvferry import __version__
-from kvferry.errors import FerryError, RequestError
+from kvferry.errors import FerryError
 from kvferry.http.access import INVALID_KEY, UNAUTHORIZED
 from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response
 from kvferry.http.registration import MEMBERS_PATH
@@ -38,9 +38,11 @@ from kvferry.router.http.errors import (
     on_defect,
     on_ferry_error,
     on_http_error,
+    tell_left,
     tell_refusal,
 )
 from kvferry.router.http.models import find_model, list_models
+from kvferry.router.http.request_body import read_body
 from kvferry.router.http.status import readiness, status_of
 from kvferry.router.http.tokenize import TokenizerPath, ask
 from kvferry.router.request.client_request import Call, Endpoint, parse_request
@@ -193,9 +195,9 @@ class Generate:
             # From here on the driver writes its entry in the access log.
             scope.pop(BEGAN_S, None)
             stall_s = http.app.state.config.stall_timeout_s
-            await self._serve(http.app.state.services, call, Client(receive, send, stall_s, call.deadline_s))
+            await self._serve(http, call, Client(receive, send, stall_s, call.deadline_s))
         except ClientDisconnect:
-            return
+            tell_left(http)
         except HTTPException as error:
             await (await on_http_error(http, error))(scope, receive, send)
         except FerryError as error:
@@ -206,12 +208,13 @@ class Generate:
         started_s = time.monotonic()
         headers = http.scope["headers"]
         request_id = request_id_of(headers)
-        body = await _read(http, http.app.state.config.max_body_bytes)
-        request = parse_request(body, self._endpoint)
-        target, deadline_s = _target(self._endpoint, http), started_s + timeout_of(headers)
+        deadline_s = started_s + timeout_of(headers)
+        body = await read_body(http, http.app.state.config.max_body_bytes, deadline_s)
+        request, target = parse_request(body, self._endpoint), _target(self._endpoint, http)
         return Call(target, headers, request_id, request, cost_of(request), started_s, deadline_s)
 
-    async def _serve(self, services: Services, call: Call, client: Client) -> None:
+    async def _serve(self, http: Request, call: Call, client: Client) -> None:
+        services: Services = http.app.state.services
         driver = Driver(services, call, client)
         try:
             await driver.run()
@@ -233,13 +236,14 @@ async def tokenizer(http: Request) -> Response:
     """Have one engine answer a request about tokens, and pass its answer on."""
     path, headers = TokenizerPath(http.scope["path"]), http.scope["headers"]
     began_s, state = time.monotonic(), http.app.state
-    request_id = request_id_of(headers)
+    request_id, deadline_s = request_id_of(headers), began_s + timeout_of(headers)
     try:
-        body = await _read(http, state.config.max_body_bytes)
+        body = await read_body(http, state.config.max_body_bytes, deadline_s)
     except ClientDisconnect:
+        tell_left(http)
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     request = HttpRequest("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
-    asked = partial(ask, state.services, request, began_s + timeout_of(headers))
+    asked = partial(ask, state.services, request, deadline_s)
     # The framework sends the answer.
     answer = await Client(http.receive, _unsent).unless_left(asked, 0.0)
     status = CLIENT_CLOSED_REQUEST if answer is None else answer.status
@@ -279,30 +283,16 @@ async def show_members(http: Request) -> Response:
 
 async def take_member(http: Request) -> Response:
     """An engine registers itself, renews that, or leaves."""
-    body = await _read(http, MAX_ANNOUNCEMENT_BYTES)
+    try:
+        body = await read_body(http, MAX_ANNOUNCEMENT_BYTES)
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     host = http.client.host if http.client else ""
     return json_response(*http.app.state.registry.take(body, dict(http.headers), host))
 
 
 async def show_metrics(http: Request) -> Response:
     return Response(await http.app.state.scrapes.text(), media_type=CONTENT_TYPE_LATEST)
-
-
-async def _read(http: Request, max_bytes: int) -> bytes:
-    """The body. Raises HTTPException(413) as soon as it is known to be longer than `max_bytes`."""
-    announced = http.headers.get("content-length", "")
-    body = bytearray()
-    if not (announced.isdecimal() and int(announced) > max_bytes):
-        async for piece in http.stream():
-            body += piece
-            if len(body) > max_bytes:
-                break
-        else:
-            return bytes(body)
-    found = f"{announced} bytes" if announced else f"more than {max_bytes} bytes"
-    expected = f"at most {max_bytes} bytes"
-    words = RequestError("the body is too large", found=found, expected=expected, hint="a shorter prompt")
-    raise HTTPException(413, str(words))
 
 
 def _target(path: str, http: Request) -> str:

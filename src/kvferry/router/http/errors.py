@@ -12,13 +12,16 @@ from starlette.types import Scope
 
 from kvferry.errors import FerryError
 from kvferry.http.anthropic import error_for
-from kvferry.http.asgi import json_response
+from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response
 from kvferry.http.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
 from kvferry.http.request_ids import id_of_refusal
+from kvferry.router.answers.refusals import too_late
+from kvferry.router.events import TOO_LATE, Failed
 from kvferry.router.http.tokenize import TokenizerPath
 from kvferry.router.request.client_request import Endpoint
 from kvferry.router.telemetry.access_log import NO_PATH, AccessLogEntry
 from kvferry.router.telemetry.metrics import Metrics
+from kvferry.router.upstream.failures import MESSAGES
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +31,22 @@ OTHERS = "/v1/models, /version, /health, /ready or /metrics"
 
 
 async def on_http_error(http: Request, error: Exception) -> Response:
-    """404, 405, 413: an OpenAI error object where the framework would send text."""
+    """404, 405, 408, 413, 504: an OpenAI error object where the framework would send text."""
     if not isinstance(error, HTTPException):
         raise error
+    headers = dict(error.headers or {})
+    if error.status_code == 504:
+        return _refuse(http, 504, too_late(Failed(TOO_LATE, MESSAGES[TOO_LATE])).body, headers)
     if error.status_code == 404:
         message = f"unknown path {http.url.path}; hint: {_hint(http.url.path)}"
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "other methods")
+        allowed = headers.get("Allow", "other methods")
         message = f"{http.url.path} does not take {http.method}; expected: {allowed}"
     else:
         message = error.detail
     code = HTTP_CODES.get(error.status_code, "http_error")
     body = error_body(message, INVALID_REQUEST, code, None)
-    return _refuse(http, error.status_code, body, dict(error.headers or {}))
+    return _refuse(http, error.status_code, body, headers)
 
 
 def _hint(path: str) -> str:
@@ -69,6 +75,12 @@ def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[s
     reason = str(error.get("code", "")) if isinstance(error, dict) else ""
     tell_refusal(http.app.state.metrics, http.scope, request_id, status, reason)
     return json_response(status, error_for(http.scope["path"], body), headers | {"x-request-id": request_id})
+
+
+def tell_left(http: Request) -> None:
+    """Count and log a request whose client has left before all of it had come."""
+    request_id = id_of_refusal(http.scope["headers"])
+    tell_refusal(http.app.state.metrics, http.scope, request_id, CLIENT_CLOSED_REQUEST, "client_left")
 
 
 def tell_refusal(metrics: Metrics, scope: Scope, request_id: str, status: int, reason: str) -> None:
