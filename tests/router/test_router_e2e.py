@@ -27,9 +27,12 @@ from yarl import URL
 from kvferry import __version__
 from kvferry.errors import IllegalEventError
 from kvferry.router.config import Registration
+from kvferry.router.events import Opened
 from kvferry.router.flow.state_machine import Flow
+from kvferry.router.http import app
 
 DISAGGREGATED = "disaggregated"
+COUNT_OF_DEFECTS = 'kvferry_router_requests_total{endpoint="/v1/completions",path="%s",status="500"}'
 
 
 def client_of(c, retries=0):
@@ -393,6 +396,7 @@ async def test_a_defect_is_a_500_and_leaves_the_history_to_the_log(monkeypatch, 
         response = await c.complete()
         assert (response.status, response.error["code"]) == (500, "internal_error")
         assert "history" not in response.error["message"]
+        assert await c.metric(COUNT_OF_DEFECTS % "none") == 1
     assert any("the history" in str(record.exc_info) for record in caplog.records)
 
 
@@ -404,6 +408,37 @@ async def test_a_crash_is_a_500_too(monkeypatch):
     async with cluster([], [decode_engine()]) as c:
         response = await c.complete()
         assert (response.status, response.error["code"]) == (500, "internal_error")
+        assert await c.metric(COUNT_OF_DEFECTS % "none") == 1
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), IllegalEventError("x", found="y")])
+async def test_a_defect_is_counted_and_logged_once_by_the_path_that_was_taken(error, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "kvferry.router.access")
+    handle = Flow.handle
+
+    def crash(flow, event):
+        if isinstance(event, Opened):
+            raise error
+        return handle(flow, event)
+
+    monkeypatch.setattr(Flow, "handle", crash)
+    async with cluster([prefill_engine()], [decode_engine()]) as c:
+        response = await c.complete()
+        assert (response.status, response.error["code"]) == (500, "internal_error")
+        assert await c.metric(COUNT_OF_DEFECTS % "disaggregated") == 1
+        assert await c.metric(COUNT_OF_DEFECTS % "none") == 0
+    entries = [record.fields for record in caplog.records if hasattr(record, "fields")]
+    assert [(entry["path"], entry["status"]) for entry in entries] == [("disaggregated", 500)]
+
+
+async def test_a_defect_before_a_request_is_understood_is_counted_as_well(monkeypatch):
+    def crash(request):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(app, "cost_of", crash)
+    async with cluster([], [decode_engine()]) as c:
+        assert (await c.complete()).status == 500
+        assert await c.metric(COUNT_OF_DEFECTS % "none") == 1
 
 
 async def test_engines_are_shown_the_routers_own_key_and_not_the_clients():

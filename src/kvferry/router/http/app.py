@@ -35,6 +35,7 @@ from kvferry.router.flow.client import Client
 from kvferry.router.flow.driver import Driver
 from kvferry.router.http.errors import (
     BEGAN_S,
+    IS_SERVED,
     on_defect,
     on_ferry_error,
     on_http_error,
@@ -192,8 +193,6 @@ class Generate:
         http = Request(scope, receive)
         try:
             call = await self._call(http)
-            # From here on the driver writes its entry in the access log.
-            scope.pop(BEGAN_S, None)
             stall_s = http.app.state.config.stall_timeout_s
             await self._serve(http, call, Client(receive, send, stall_s, call.deadline_s))
         except ClientDisconnect:
@@ -216,6 +215,7 @@ class Generate:
     async def _serve(self, http: Request, call: Call, client: Client) -> None:
         services: Services = http.app.state.services
         driver = Driver(services, call, client)
+        http.scope[IS_SERVED] = True
         try:
             await driver.run()
         except Exception:

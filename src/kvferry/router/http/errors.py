@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # When a request came to the router, in its scope.
 BEGAN_S = "kvferry.began_s"
+# Whether a driver serves a request, in its scope: the driver counts it, and writes its entry in the access log.
+IS_SERVED = "kvferry.is_served"
 OTHERS = "/v1/models, /version, /health, /ready or /metrics"
 
 
@@ -85,6 +87,8 @@ def tell_left(http: Request) -> None:
 
 def tell_refusal(metrics: Metrics, scope: Scope, request_id: str, status: int, reason: str) -> None:
     """Count and log a request that was refused when only its path and, perhaps, its id were known."""
+    if IS_SERVED in scope:
+        return
     path = scope["path"]
     known = path if path in (*Endpoint, *TokenizerPath) else "other"
     metrics.requests.labels(known, NO_PATH, status).inc()
