@@ -81,6 +81,21 @@ async def test_what_the_operator_leaves_to_decode_is_served_by_it():
         assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
 
 
+async def test_whatever_a_policy_says_of_what_it_skips_the_client_is_answered():
+    """A header has one line of few characters."""
+
+    def skipping(query):
+        if query.role is Role.DECODE:
+            return UseInstance(query.candidates[0].instance)
+        return SkipPrefill("short", "na\u00efve \u2014 tokens:\r\n3 \n")
+
+    policy_settings = PolicySettings(skipping)
+    async with cluster([prefill_engine()], [decode_engine()], policy_settings=policy_settings) as c:
+        reply = await c.complete(PLAIN)
+        told = reply.headers["x-kvferry-reason"].encode("utf-8", "surrogateescape")
+        assert (reply.status, told) == (200, b"short; na\xefve ? tokens:??3 ?")
+
+
 async def test_decode_does_not_help_out_prefill_instances_that_are_too_slow():
     def policy(question):
         if question.role is Role.PREFILL:

@@ -26,7 +26,7 @@ from kvferry.router.fleet.instance import INSTANCE_BREAKER, InstanceRequest, Ori
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool
 from kvferry.router.http.app import create_app
 from kvferry.router.http.status import readiness
-from kvferry.router.policy.records import Instance, Limits, NoInstance, RequestCost, Role, UseInstance
+from kvferry.router.policy.records import Instance, Limits, NoInstance, RequestCost, Role, SkipPrefill, UseInstance
 from kvferry.router.telemetry.metrics import Metrics
 
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
@@ -191,7 +191,13 @@ def test_what_was_sent_before_counts_where_there_is_a_prefix_cache():
 
 
 @pytest.mark.parametrize(
-    ("decision", "words"), [(UseInstance(D1), "was not offered"), (None, "returned None"), (D0, "returned Instance")]
+    ("decision", "words"),
+    [
+        (UseInstance(D1), "was not offered"),
+        (None, "returned None"),
+        (D0, "returned Instance"),
+        (SkipPrefill("short"), "returned SkipPrefill"),
+    ],
 )
 def test_a_policy_that_chooses_what_is_not_there_or_nothing_has_chosen_nobody(decision, words, caplog):
     pool = InstancePool((D0,), Metrics(), PolicySettings(lambda question: decision, clock=Clock()))

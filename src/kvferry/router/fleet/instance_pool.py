@@ -207,12 +207,8 @@ class InstancePool:
             self._last_prefill_query = query
         if isinstance(decision, NoInstance) and self._queries.is_of_an_unknown_model(request):
             return NoInstance("unknown_model")
-        if isinstance(decision, SkipPrefill | Overloaded | NoInstance):
-            return decision
         if not isinstance(decision, UseInstance):
-            # Somebody else has written the policy.
-            logger.error("the policy made no decision: it returned %.200r", decision)
-            return NoInstance()
+            return _without_instance(decision, request.role)
         if decision.instance not in {load.instance for load in query.candidates}:
             logger.error("the policy chose %s, which it was not offered", decision.instance)
             return NoInstance()
@@ -325,6 +321,16 @@ class InstancePool:
             if found := differences(*pair):
                 level = logging.DEBUG if UNKNOWN_ENGINE in pair else logging.WARNING
                 logger.log(level, "%s and %s are never paired: %s", instance.url, _named(instances), "; ".join(found))
+
+
+def _without_instance(decision: object, role: Role) -> SkipPrefill | Overloaded | NoInstance:
+    """Return a decision to use no instance. Somebody else has written the policy: it may have decided nothing."""
+    if isinstance(decision, Overloaded | NoInstance):
+        return decision
+    if isinstance(decision, SkipPrefill) and role is Role.PREFILL:
+        return decision
+    logger.error("the policy made no decision for a %s instance: it returned %.200r", role, decision)
+    return NoInstance()
 
 
 def _named(instances: Collection[Instance]) -> str:

@@ -130,7 +130,8 @@ class UseInstance:
 
 @dataclass(frozen=True, slots=True)
 class SkipPrefill:
-    """The decision that the decode instance computes the prompt. `reason` is a stable label, `detail` words."""
+    """The decision, where a prefill instance is asked for, that the decode instance computes the prompt. `reason` is a
+    stable label, `detail` words."""
 
     reason: str
     detail: str = ""

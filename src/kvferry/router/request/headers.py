@@ -57,6 +57,8 @@ OWN_OF_RESPONSE = HOP_BY_HOP | frozenset(
 )
 
 TIMEOUT = b"x-kvferry-timeout"
+# What no value of a header may have.
+UNSENDABLE = re.compile(r"[^\t\x20-\x7e\x80-\xff]")
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
@@ -109,7 +111,7 @@ def prefill_headers(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> 
 
 def response_headers(headers: Iterable[tuple[bytes, bytes]], own: dict[str, str]) -> Headers:
     """The headers of an upstream that the client gets, and the router's own."""
-    ours = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in own.items()]
+    ours = [(name.encode("latin-1"), _encoded(value)) for name, value in own.items()]
     theirs = [pair for pair in _without_hops(headers, OWN_OF_RESPONSE) if not _is_cross_origin(pair[0])]
     return [*theirs, *ours]
 
@@ -118,6 +120,11 @@ def with_length(headers: Headers, num_bytes: int) -> Headers:
     """The same headers for a body of another length."""
     kept = [pair for pair in headers if pair[0] != b"content-length"]
     return [*kept, (b"content-length", str(num_bytes).encode())]
+
+
+def _encoded(value: str) -> bytes:
+    """A value that can be sent, whatever words a policy has found."""
+    return UNSENDABLE.sub("?", value).strip(" \t").encode("latin-1")
 
 
 def _is_cross_origin(name: bytes) -> bool:
