@@ -344,6 +344,27 @@ async def test_models_are_the_union_in_order():
             assert b'"extra": 1.1' in await response.read()
 
 
+@pytest.mark.parametrize(
+    "listed",
+    [
+        b'{"data": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"data": [{"id": "a"}, {"id": "b", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]}",
+        b'{"data": [{"id": "\xff"}]}',
+    ],
+    ids=["list", "entry", "no UTF-8"],
+)
+async def test_a_listing_that_cannot_be_read_is_none(listed):
+    async def list_models(request):
+        return web.Response(body=listed, content_type="application/json")
+
+    p, d = prefill_engine(), decode_engine()
+    p.list_models, d.models = list_models, [{"id": "good"}]
+    async with cluster([p], [d]) as c:
+        for path in ("/v1/models", "/v1/models/good"):
+            async with c.session.get(c.url + path) as response:
+                assert (response.status, "good" in await response.text()) == (200, True)
+
+
 async def test_a_router_without_engines_has_no_models_yet_and_a_version():
     async with cluster([], [], registration=Registration(is_open=True)) as c:
         for path in ("/v1/models", "/v1/models/tiny"):

@@ -10,6 +10,7 @@ import msgspec
 from kvferry.http.openai import INVALID_REQUEST, SERVER_ERROR, error_body
 from kvferry.router.policy.records import Role
 from kvferry.router.request.headers import Headers
+from kvferry.router.request.lenient_json import decoded
 from kvferry.router.services import Services
 from kvferry.router.upstream.failures import FAILURES
 from kvferry.router.upstream.http_client import HttpRequest
@@ -70,8 +71,7 @@ async def _ask(services: Services, request: HttpRequest) -> tuple[int, bytes]:
 
 
 def _entries(body: bytes) -> list[tuple[Model, msgspec.Raw]]:
-    try:
-        entries = msgspec.json.decode(body, type=ModelList).data
-        return [(msgspec.json.decode(raw, type=Model), raw) for raw in entries]
-    except msgspec.DecodeError:
-        return []
+    """The models of a list, without entries that cannot be read."""
+    listed = decoded(body, ModelList)
+    entries = ((decoded(raw, Model), raw) for raw in listed.data) if listed is not None else ()
+    return [(model, raw) for model, raw in entries if model is not None]
