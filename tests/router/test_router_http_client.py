@@ -7,8 +7,9 @@ import contextlib
 import gc
 import socket
 import struct
+import threading
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import uvloop
@@ -295,6 +296,63 @@ def test_a_server_that_does_not_accept_is_too_slow(loop):
             assert await failure(http, post(server)) == "connect_timeout"
 
     run(main, loop, connect_timeout_s=0.05)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_names_for_which_nobody_answers_hold_up_neither_others_nor_the_end(loop, monkeypatch):
+    asked, answered, look_up = [], threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host, *more, **named):
+        if not host.endswith(".test"):
+            return look_up(host, *more, **named)
+        asked.append(host)
+        answered.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "nobody answers")
+
+    async def main(server, http):
+        # More than an event loop has threads for, and each asked for by two.
+        names = [f"http://{number}.test" for number in range(50)]
+        waiting = [asyncio.create_task(failure(http, HttpRequest("GET", name, "/", [], b""))) for name in names * 2]
+        while len(asked) < len(names):
+            await asyncio.sleep(0)
+        near = replace(post(server), base=server.url.replace("127.0.0.1", "localhost"))
+        assert await told(http, near) == b"ok"
+        assert await asyncio.to_thread(len, asked) == len(names)
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    try:
+        run(main, loop, OK)
+    finally:
+        answered.set()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_who_leaves_a_lookup_does_not_end_it_for_others(loop, monkeypatch):
+    answered = threading.Event()
+
+    def getaddrinfo(*_, **__):
+        answered.wait()
+        raise socket.gaierror(socket.EAI_NONAME, "no such name")
+
+    async def main(server, http):
+        request = HttpRequest("GET", "http://one.test", "/", [], b"")
+        first, second = (asyncio.create_task(failure(http, request)) for _ in range(2))
+        while not http._names._under_way:
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        answered.set()
+        assert await second == "refused"
+        assert http._names._under_way == {}
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    try:
+        run(main, loop)
+    finally:
+        answered.set()
 
 
 @pytest.mark.parametrize("loop", LOOPS)

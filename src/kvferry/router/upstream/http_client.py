@@ -17,6 +17,7 @@ from kvferry.errors import PeerError
 from kvferry.http.access import bearer
 from kvferry.router.request.headers import Headers
 from kvferry.router.upstream.failures import FAILURES
+from kvferry.router.upstream.name_lookup import NameLookup
 from kvferry.system import keep_alive
 
 # Less than servers keep theirs (vLLM: 5 s): a connection that the engine closes in the moment of its next use looks
@@ -120,6 +121,7 @@ class HttpClient:
         # `connect` covers everything up to an open connection: name, TCP, TLS.
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s)
         self._tls = ssl.create_default_context()
+        self._names = NameLookup()
         self._background: set[asyncio.Task[None]] = set()
         self._kept = self._session(keepalive_timeout=KEEP_ALIVE_S)
         self._single_use = self._session(force_close=True)
@@ -174,6 +176,7 @@ class HttpClient:
         finally:
             await self._kept.close()
             await self._single_use.close()
+            await self._names.close()
         # The event loop closes sockets in its next turn.
         await asyncio.sleep(0)
 
@@ -181,6 +184,7 @@ class HttpClient:
         connector = aiohttp.TCPConnector(
             limit=0,
             ssl=self._tls,
+            resolver=self._names,
             use_dns_cache=False,
             keepalive_timeout=keepalive_timeout,
             force_close=force_close,
