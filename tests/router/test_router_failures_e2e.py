@@ -173,24 +173,40 @@ async def test_a_silent_stream_is_ended_and_its_engine_told():
         await d.left.wait()
 
 
-async def test_a_broken_answer_without_frames_is_cut():
-    delivered = asyncio.Event()
+async def half(request, seen):
+    """Half an answer in one piece, in two pieces."""
+    response = web.StreamResponse(headers={"content-type": "application/json"})
+    await response.prepare(request)
+    await response.write(b'{"half": "' + b"x" * 1000)
+    await response.write(b"x")
+    request.transport.close()
+    return response
 
-    async def behave(request, seen):
-        response = web.StreamResponse(headers={"content-type": "application/json"})
-        await response.prepare(request)
-        await response.write(b'{"half": ')
-        await delivered.wait()
-        request.transport.abort()
-        return response
 
-    async with cluster([prefill_engine()], [decode_engine("d0", behave)]) as c:
-        delivered.set()
+@pytest.mark.parametrize(
+    ("num_prefill", "limits", "path"),
+    [(0, {}, "decode-only"), (1, {"max_answer_bytes": 900}, "disaggregated")],
+    ids=["alone", "long"],
+)
+async def test_a_broken_answer_without_frames_is_cut(num_prefill, limits, path):
+    ps = [prefill_engine() for _ in range(num_prefill)]
+    async with cluster(ps, [decode_engine("d0", half)], **limits) as c:
         async with c.session.post(c.url + "/v1/completions", json={"prompt": "a"}) as response:
+            assert response.status == 200
             with pytest.raises(aiohttp.ClientPayloadError):
                 await response.content.read()
+        labels = f'endpoint="/v1/completions",path="{path}",status="502"'
+        assert await c.metric(f"kvferry_router_requests_total{{{labels}}}") == 1
+
+
+async def test_a_broken_answer_of_which_nothing_has_been_passed_on_is_an_error():
+    """The router keeps it, since the usage is at its end."""
+    async with cluster([prefill_engine()], [decode_engine("d0", half)]) as c:
+        reply = await c.complete()
+        assert (reply.status, reply.error["code"], reply.error["reason"]) == (502, "upstream_unavailable", "reset")
         labels = 'endpoint="/v1/completions",path="disaggregated",status="502"'
         assert await c.metric(f"kvferry_router_requests_total{{{labels}}}") == 1
+        assert await c.metric('kvferry_router_upstream_errors_total{reason="reset",role="decode"}') == 1
 
 
 async def test_a_server_killed_mid_stream():

@@ -382,6 +382,21 @@ def test_a_broken_answer_that_takes_no_frame_is_cut():
     play(flow, *to_relaying(can_append=False), (Failed("stall", ""), [failed(Role.DECODE, "stall"), Cut()]))
 
 
+@pytest.mark.parametrize(
+    ("reason", "counts", "status", "code"),
+    [
+        ("stall", [failed(Role.DECODE, "stall")], 502, "upstream_unavailable"),
+        (TOO_LATE, [], 504, "deadline_exceeded"),
+    ],
+)
+def test_a_broken_answer_that_is_withheld_is_refused(reason, counts, status, code):
+    flow = new_flow()
+    play(flow, *to_relaying(can_append=False))
+    *found, refusal = flow.handle(Failed(reason, "why", is_withheld=True))
+    assert found == counts
+    assert (refusal.status, refusal.body["error"]["code"]) == (status, code)
+
+
 def test_a_prefill_for_which_the_client_has_no_more_time_is_the_end():
     flow = new_flow()
     play(flow, *to_prefilling())

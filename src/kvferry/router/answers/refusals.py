@@ -78,7 +78,9 @@ def prefill_lost(event: Failed) -> Refuse:
     return refusal(502, "prefill_failed", f"the cache did not arrive: {event.detail}", event.reason)
 
 
-def broken_off(event: Failed, can_append: bool) -> EndWithError | Cut:
-    """The end of an answer of which the client has had a part. `can_append`: a frame may follow it."""
+def broken_off(event: Failed, can_append: bool) -> Refuse | EndWithError | Cut:
+    """The end of an answer that has begun. `can_append`: a frame may follow what the client has of it."""
+    if event.is_withheld:
+        return too_late(event) if event.reason == TOO_LATE else decode_failed(event)
     code = "deadline_exceeded" if event.reason == TOO_LATE else "upstream_broke_off"
     return EndWithError(f"the answer was interrupted: {event.detail}", code, event.reason) if can_append else Cut()

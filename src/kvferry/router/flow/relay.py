@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvferry.router.answers.answer_format import AnswerFormat, StreamEnd, UsageEvents
 from kvferry.router.events import ClientGone, Ended, Event, Failed
@@ -72,9 +73,7 @@ class Relay:
         while len(found) <= max_kept_bytes:
             piece = await self._piece()
             if isinstance(piece, Failed):
-                await self._client.start(self._request.status, headers)
-                await self._client.pass_on(bytes(found))
-                return piece
+                return replace(piece, is_withheld=True)
             found += piece
             if self._request.is_over:
                 return await self._finish_whole(bytes(found), headers)
