@@ -7,6 +7,8 @@ import contextlib
 import gc
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import weakref
 from dataclasses import dataclass, field, replace
@@ -353,6 +355,32 @@ def test_who_leaves_a_lookup_does_not_end_it_for_others(loop, monkeypatch):
         run(main, loop)
     finally:
         answered.set()
+
+
+ENDS = """
+import asyncio, contextlib, socket, threading
+from kvferry.router.upstream.name_lookup import NameLookup
+
+asked = threading.Event()
+socket.getaddrinfo = lambda *_, **__: asked.set() or threading.Event().wait()
+
+async def main():
+    names = NameLookup()
+    lookup = asyncio.create_task(names.resolve("nobody.answers.test"))
+    while not asked.is_set():
+        await asyncio.sleep(0)
+    await names.close()
+    with contextlib.suppress(asyncio.CancelledError):
+        await lookup
+
+asyncio.run(main())
+print("ended")
+"""
+
+
+def test_a_router_does_not_wait_for_lookups_when_it_ends():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout) == (0, b"ended\n"), done.stderr.decode()
 
 
 @pytest.mark.parametrize("loop", LOOPS)
