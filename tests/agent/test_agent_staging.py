@@ -51,6 +51,18 @@ def test_bytes_arrive_through_staging_memory(make_rank, transport, strategy):
     assert source.agent.moved_bytes[Direction.WRITE] == num_bytes
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_sources_that_are_met_at_once_both_pack(make_rank, transport):
+    """Scratch memory of the test of one is no part of what the other is offered."""
+    sources = [make_rank(name, SOURCE, transport) for name in ("p0", "p1")]
+    target = make_rank("d0", TARGET, transport, staging=only(Strategy.PACK))
+    references = [leased(source) for source in sources]
+    for number, tables in enumerate((((8, 0, 5, 2),), ((1, 3, 4, 6),))):
+        target.fetch(sources[number], references[number], f"q{number}", tables)
+    reports = [target.next_notice(Fetched).report for _ in sources]
+    assert [report.strategy for report in reports] == [Strategy.PACK] * 2
+
+
 @pytest.mark.parametrize(
     ("transport", "mover", "passes"),
     [("shm", None, 2), ("cma", None, 2), ("tcp", None, 3), ("shm", wire_only, 3)],

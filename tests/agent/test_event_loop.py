@@ -10,7 +10,7 @@ from kvferry.agent.loop.event_loop import EventLoop
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.commands import Disconnect, Send
+from kvferry.session.commands import Disconnect, Revoke, Send
 from kvferry.session.keys import PeerKey
 from kvferry.wire.codec import decode
 from kvferry.wire.messages import Abort, Claim, Party, Probe, Reference, TargetOffer, TransportOffer
@@ -61,13 +61,20 @@ def test_a_claim_that_no_source_would_read_is_refused_here():
 
 def test_a_source_is_offered_memory_by_access_of_its_own():
     """What it may write must end when it is lost, and not before."""
-    sent, loop = [], loop_of([])
-    own = (TransportOffer("tcp", b"for one", ""),)
-    loop.transports.offers = lambda source: own if source == PEER else ()
+    sent, loop, source = [], loop_of([]), Party("p0", "e1", 0)
+    own, everybodys = (TransportOffer("tcp", b"for one", ""),), (TransportOffer("tcp", b"for all", ""),)
+    loop.transports.with_access = lambda offers, who: own if (offers, who) == (everybodys, source) else ()
     loop.control.send = lambda peer, frame: sent.append(decode(frame)) or True
-    party, everybody = Party("d0", "e1", 0), (TransportOffer("tcp", b"for all", ""),)
-    loop._execute_one(Send(PEER, TargetOffer(party, TARGET_LAYOUTS, everybody, Probe(0, 0, 0))))
-    assert sent == [TargetOffer(party, TARGET_LAYOUTS, own, Probe(0, 0, 0))]
+    offer = TargetOffer(Party("d0", "e1", 0), TARGET_LAYOUTS, everybodys, Probe(0, 0, 0))
+    loop._execute_one(Send(PEER, offer, access=source))
+    assert sent == [structs.replace(offer, transports=own)]
+
+
+def test_access_is_taken_where_the_session_says_so():
+    taken, loop, source = [], loop_of([]), Party("p0", "e1", 0)
+    loop.transports.revoke = taken.append
+    loop._execute_one(Revoke(source))
+    assert taken == [source]
 
 
 def test_a_message_that_is_sent_anew_goes_over_a_new_connection():

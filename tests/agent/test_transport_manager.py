@@ -111,9 +111,9 @@ class Refusing(Scripted):
         super().__init__(name)
         self.given, self.revoked = [], []
 
-    def descriptor_for(self, peer):
+    def descriptor_for(self, peer, descriptor):
         self.given.append(peer)
-        return b"for one"
+        return descriptor + b" for one"
 
     def revoke(self, peer):
         self.revoked.append(peer)
@@ -187,14 +187,19 @@ def test_slots_of_a_target_are_attached_while_it_is_known(end):
     theirs.close()
 
 
-def test_a_source_that_is_to_write_gets_access_of_its_own_until_it_is_disconnected():
-    refusing = Refusing("tcp")
-    manager = TransportManager("auto", [refusing, Scripted("shm")], {}, TESTS_S)
+def test_a_source_that_is_to_write_gets_access_of_its_own_until_that_is_revoked():
+    """To what was registered at the start, whatever is registered when it is offered."""
+    refusing, shm = Refusing("tcp"), Scripted("shm")
+    manager, source = TransportManager("auto", [refusing, shm], {"cma": "no"}, TESTS_S), Party("p0", "e1", 0)
     assert manager.revocable == {"tcp"}
-    assert [each.descriptor for each in manager.offers()] == [b"tcp", b"shm"]
-    assert [each.descriptor for each in manager.offers(PEER)] == [b"for one", b"shm"]
-    assert not refusing.revoked
+    offers = manager.offers()
+    assert [each.descriptor for each in offers] == [b"tcp", b"shm", b""]
+    shm.refuses = refusing.refuses = ("descriptor",)
+    found = manager.with_access((*offers, TransportOffer("tcp", b"", "gone")), source)
+    assert [each.descriptor for each in found] == [b"tcp for one", b"shm", b"", b""]
     manager.disconnect(PEER)
+    assert not refusing.revoked
+    manager.revoke(source)
     assert refusing.revoked == refusing.given
 
 

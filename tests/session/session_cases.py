@@ -26,7 +26,10 @@ WELCOME = m.Welcome(m.WIRE_VERSION, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOU
 OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
 TARGET_OFFER = m.TargetOffer(TARGET, TARGET_LAYOUTS, TRANSPORTS, PROBE)
 # What the target of the fetch q1 says.
-HELLO, OURS = Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", TARGET, "p0", "epoch-1")), Send(PEER, TARGET_OFFER)
+HELLO, OURS = (
+    Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", TARGET, "p0", "epoch-1")),
+    Send(PEER, TARGET_OFFER, access=SOURCE),
+)
 LANDED, ABORT = Send(PEER, m.Landed(TARGET, "q1", "l1")), Send(PEER, m.Abort(TARGET, "q1", "l1"))
 RENEW = Send(PEER, m.Renew(TARGET, ("l1",)))
 LONG_RENEW = Send(PEER, m.Renew(TARGET, ("l1",), bytes(m.MAX_PADDING_BYTES)))

@@ -80,7 +80,7 @@ def met(wanted=WANTED):
 CONNECTED = PeerConnected(PEER, "shm", "shm")
 WINDOW = [acquire(0), acquire(1), acquire(2)]
 READ_CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, NUM_TOKENS, (0,)))
-OFFERING = [*met(), (0.3, CONNECTED, [Send(PEER, TARGET_OFFER)])]
+OFFERING = [*met(), (0.3, CONNECTED, [Send(PEER, TARGET_OFFER, access=SOURCE)])]
 REACHED = answer(m.Reached("shm", "shm"))
 PACKING = [*OFFERING, (0.4, REACHED, [Send(PEER, CLAIM)]), (0.5, answer(m.Grant("q1", ())), WINDOW)]
 

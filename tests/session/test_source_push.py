@@ -340,6 +340,16 @@ def test_a_target_that_meets_us_again_with_the_same_access_is_answered_at_once(s
     play(source, [*MET, (1, said(newer, "y"), [reached]), (2, said(CLAIM), [GRANT, Post])])
 
 
+def test_an_older_offer_of_the_same_access_is_answered_as_well(source):
+    """The target may know us by two addresses."""
+    newer = msgspec.structs.replace(OFFER, handshake=3)
+    answers = [Reply("y", m.Reached("shm", "shm 9 GB/s", handshake=3)), MET[2][2][0]]
+    play(
+        source,
+        [*MET, (1, said(newer, "y"), answers[:1]), (1, said(OFFER), answers[1:]), (1, said(newer, "y"), answers[:1])],
+    )
+
+
 def test_a_handshake_gives_one_access(source):
     other = msgspec.structs.replace(OFFER, transports=NEW_ACCESS)
     assert reason(play(source, [*MET, (1, said(other), [Reply, Count])])) == "malformed"

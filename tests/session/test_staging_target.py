@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 from playbook import play
-from session_cases import ABORT, LANDED, PEER, answer, failure
+from session_cases import ABORT, LANDED, PEER, SOURCE, answer, failure
 from staging_cases import (
     CLAIM,
     CLEAN,
@@ -160,7 +160,11 @@ def test_slots_are_told_to_the_source_and_scattered_when_it_has_written_them(dir
     if direction is Direction.READ:
         play(session, PACKING)
     else:
-        steps = [*met()[:2], (0.2, met()[2][1], [Send(PEER, TARGET_OFFER)]), (0.4, REACHED, [Send(PEER, CLAIM)])]
+        steps = [
+            *met()[:2],
+            (0.2, met()[2][1], [Send(PEER, TARGET_OFFER, access=SOURCE)]),
+            (0.4, REACHED, [Send(PEER, CLAIM)]),
+        ]
         play(session, [*steps, PACKING[-1]])
     play(session, [(1, acquired(1), [pack(1)]), (2, packed(1), [Stage]), (2, packed(1), []), (2, packed(9), [])])
     play(session, [(3, Staged(key(1), ""), [Release(key(1)), acquire(3)]), (3, packed(1), [])])
@@ -310,7 +314,10 @@ def test_who_cannot_be_written_to_does_without_packing():
     refusal = answer(m.Refusal(m.Reason.UNREACHABLE, "no transport reaches the target", "", "", ""))
     session = target(Strategy.SCATTER, Strategy.PACK)
     slow_rows = replace(CONNECTED, costs=replace(TYPICAL_HOST, row_s=1.0))
-    play(session, [*met(), (0.3, slow_rows, [Send(PEER, TARGET_OFFER)]), (0.4, refusal, [Count, READ_CLAIM])])
+    play(
+        session,
+        [*met(), (0.3, slow_rows, [Send(PEER, TARGET_OFFER, access=SOURCE)]), (0.4, refusal, [Count, READ_CLAIM])],
+    )
     session = target(Strategy.PACK)
     commands = play(session, OFFERING) and session.handle(refusal, 0.4)
     assert "cannot write to our staging memory" in str(failure(commands))

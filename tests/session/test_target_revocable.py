@@ -8,14 +8,39 @@ import staging_cases as staged
 import test_target_sharing as shared
 from msgspec import structs
 from playbook import play
-from session_cases import ABORT, HELLO, OFFER, OURS, PEER, PROBE, TARGET_LAYOUTS, TRANSPORTS, WELCOME, answer, failure
+from session_cases import (
+    ABORT,
+    HELLO,
+    OFFER,
+    OURS,
+    PEER,
+    PROBE,
+    SOURCE,
+    TARGET_LAYOUTS,
+    TRANSPORTS,
+    WELCOME,
+    answer,
+    failure,
+)
 from session_cases import TARGET as US
 from test_target_push import CLEAN, GRANT, HANDSHAKE, TIMING, UNCLEAN, WANTED
 
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.commands import BlocksReleased, Cancel, Count, Disconnect, FetchFailed, Post, Release, Send
-from kvferry.session.events import AbortRequest, PeerGone, Tick, TicketEnded
+from kvferry.session.commands import (
+    BlocksReleased,
+    Cancel,
+    Count,
+    Disconnect,
+    Fetched,
+    FetchFailed,
+    Post,
+    Release,
+    Revoke,
+    Send,
+)
+from kvferry.session.events import AbortRequest, AnswerArrived, FetchRequest, PeerGone, Tick, TicketEnded
+from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.session.target.session import TargetSession
@@ -24,8 +49,9 @@ from kvferry.wire import messages as m
 REVOCABLE = frozenset({"tcp"})
 OVER_TCP = m.Reached("tcp", "tcp 3 GB/s")
 GONE = PeerGone(PEER)
-LOST = [Count, FetchFailed, ABORT, Disconnect(PEER)]
-FREE = BlocksReleased("q1")
+KEPT = [Count, FetchFailed, ABORT, Disconnect(PEER)]
+REVOKED, FREE = Revoke(SOURCE), BlocksReleased("q1")
+LOST = [*KEPT, REVOKED, FREE]
 AGAIN = replace(WANTED, request_id="q2")
 
 
@@ -42,7 +68,7 @@ def granted(reached=OVER_TCP):
 
 def test_the_blocks_of_a_lost_source_are_free_once_it_is_disconnected():
     target = pushing()
-    play(target, [*granted(), (0.6, GONE, [*LOST, FREE])])
+    play(target, [*granted(), (0.6, GONE, LOST)])
     assert target.num_open() == 0
     assert not target.may_be_written()
 
@@ -56,7 +82,7 @@ def test_a_source_that_falls_silent_is_lost_and_keeps_nothing():
     target = pushing()
     play(target, granted())
     commands = fall_silent(target)
-    assert commands.index(FREE) == commands.index(Disconnect(PEER)) + 1
+    assert commands.index(FREE) == commands.index(REVOKED) + 1
     assert failure(commands).reason == "peer_lost"
 
 
@@ -65,7 +91,7 @@ def test_a_source_that_falls_silent_is_lost_and_keeps_nothing():
 )
 def test_a_source_that_cannot_be_refused_may_still_write(reached):
     target = pushing()
-    play(target, [*granted(reached), (0.6, GONE, LOST)])
+    play(target, [*granted(reached), (0.6, GONE, KEPT)])
     assert target.may_be_written()
 
 
@@ -75,7 +101,7 @@ def test_what_was_aborted_before_is_free_as_well():
     play(target, [*granted(), (0.5, AbortRequest("q1"), [Count, FetchFailed, ABORT])])
     other = replace(AGAIN, reference=m.Reference("p0", "epoch-1", "r2", "l2"))
     play(target, [(0.6, other, [Send])])
-    assert target.handle(GONE, 0.7)[-3:] == [Disconnect(PEER), FREE, BlocksReleased("q2")]
+    assert target.handle(GONE, 0.7)[-3:] == [REVOKED, FREE, BlocksReleased("q2")]
 
 
 def met_again(target: TargetSession) -> m.TargetOffer:
@@ -97,8 +123,7 @@ def test_it_writes_again_when_it_knows_what_was_aborted(acknowledged):
     play(target, granted())
     fall_silent(target)
     offer = met_again(target)
-    play(target, [(7.3, answer(OFFER), []), (7.4, acknowledged, [])])
-    assert sent_by(target.handle(Tick(), 8.0)) == [offer]
+    play(target, [(7.3, answer(OFFER), []), (7.4, acknowledged, [Send(PEER, offer, access=SOURCE)])])
 
 
 def test_until_then_it_gets_no_access():
@@ -112,7 +137,7 @@ def test_until_then_it_gets_no_access():
 
 def test_it_is_not_asked_for_ever_when_its_process_has_ended():
     target = pushing()
-    play(target, [*granted(), (0.6, GONE, [*LOST, FREE]), (0.7, GONE, [])])
+    play(target, [*granted(), (0.6, GONE, LOST), (0.7, GONE, [])])
     for now in range(1, 10):
         target.handle(Tick(), float(now))
     assert target.next_deadline(10.0) == float("inf")
@@ -121,10 +146,54 @@ def test_it_is_not_asked_for_ever_when_its_process_has_ended():
 def test_what_it_said_of_an_earlier_handshake_means_nothing():
     """It was connected by access that is void."""
     target = pushing()
-    play(target, [*granted(), (0.6, GONE, [*LOST, FREE]), (0.7, CLEAN, [Disconnect(PEER)])])
+    play(target, [*granted(), (0.6, GONE, LOST), (0.7, CLEAN, [Disconnect(PEER)])])
     offer = met_again(target)
-    play(target, [(7.3, answer(OFFER), [Send(PEER, offer)]), (7.4, answer(OVER_TCP), [])])
+    play(target, [(7.3, answer(OFFER), [Send(PEER, offer, access=SOURCE)]), (7.4, answer(OVER_TCP), [])])
     play(target, [(7.5, answer(structs.replace(OVER_TCP, handshake=1)), [Send])])
+
+
+ELSEWHERE = PeerKey("tcp://[::1]:1", "p0", "epoch-1")
+"""Another address of the same source."""
+
+
+def from_elsewhere(message):
+    return AnswerArrived(ELSEWHERE, message)
+
+
+def test_a_source_that_is_known_by_two_addresses_is_lost_as_one():
+    """It has one access: what it was to write by the other address is refused as well."""
+    target = pushing()
+    play(target, granted())
+    other = FetchRequest(
+        "q2", m.Reference("p0", "epoch-1", "r2", "l2"), (ELSEWHERE.address,), WANTED.block_tables, WANTED.ranges
+    )
+    offer = Send(ELSEWHERE, structs.replace(OURS.message, handshake=1), access=SOURCE)
+    play(target, [(0.5, other, [Send]), (0.6, from_elsewhere(WELCOME), [Send]), (0.7, from_elsewhere(OFFER), [offer])])
+    play(target, [(0.8, from_elsewhere(structs.replace(OVER_TCP, handshake=1)), [Send])])
+    commands = target.handle(GONE, 0.9)
+    assert [each.error.reason for each in commands if isinstance(each, FetchFailed)] == ["peer_lost"] * 2
+    assert {each.peer for each in commands if isinstance(each, Disconnect)} == {PEER, ELSEWHERE}
+    last_lost = max(number for number, each in enumerate(commands) if isinstance(each, FetchFailed))
+    assert last_lost < commands.index(REVOKED) < min(commands.index(FREE), commands.index(BlocksReleased("q2")))
+    assert not target.may_be_written()
+
+
+def test_a_source_that_writes_nothing_keeps_its_access():
+    """It is met again without a test of what it has tested."""
+    target = pushing()
+    play(target, [*granted(), (0.5, answer(m.Written("q1", 1536, 12)), []), (0.6, answer(m.Valid("q1")), [Fetched])])
+    idle = [each for now in range(1, 1300) for each in target.handle(Tick(), float(now))]
+    assert Disconnect(PEER) in idle
+    assert REVOKED not in idle
+
+
+def test_what_cannot_be_revoked_withholds_nothing():
+    """Its blocks wait for themselves."""
+    target = pushing()
+    play(target, granted(m.Reached("nixl", "")))
+    fall_silent(target)
+    offer = met_again(target)
+    play(target, [(7.3, answer(OFFER), [Send(PEER, offer, access=SOURCE)])])
 
 
 def test_slots_of_a_lost_source_are_free_as_well():
@@ -139,13 +208,13 @@ def test_slots_of_a_lost_source_are_free_as_well():
         ],
     )
     commands = target.handle(GONE, 0.7)
-    assert commands[-4:] == [ABORT, FREE, Disconnect(PEER), Release(staged.key(0))]
+    assert commands[-4:] == [FREE, Disconnect(PEER), REVOKED, Release(staged.key(0))]
     assert target.num_open() == 0
 
 
 def test_a_shared_read_still_waits_for_our_own_ticket():
     target, _ = shared.target(revocable=REVOCABLE)
     play(target, [(0.4, answer(OVER_TCP), [shared.CLAIM]), (0.5, shared.GRANT, [Post])])
-    play(target, [(0.6, GONE, [Count, FetchFailed, Cancel, ABORT, Disconnect(PEER)])])
+    play(target, [(0.6, GONE, [Count, FetchFailed, Cancel, ABORT, Disconnect(PEER), REVOKED])])
     assert target.num_open() == 1
     play(target, [(0.7, TicketEnded(shared.KEY, "cancelled"), [FREE])])

@@ -122,7 +122,7 @@ def test_the_key_is_never_sent_and_no_proof_is_good_for_two_connections(world: W
 def own_descriptor(world: World, peer: str) -> TcpDescriptor:
     transport = world.far.transport
     assert isinstance(transport, TcpTransport)
-    return msgspec.msgpack.decode(transport.descriptor_for(peer), type=TcpDescriptor)
+    return msgspec.msgpack.decode(transport.descriptor_for(peer, transport.descriptor()), type=TcpDescriptor)
 
 
 def test_a_connection_has_one_key(world: World) -> None:
@@ -173,7 +173,7 @@ def test_a_peer_is_not_revoked_while_its_bytes_are_copied(world: World, monkeypa
         scatter(*arguments)
 
     monkeypatch.setattr(server, "scatter", slow)
-    world.near.transport.connect("far", transport.descriptor_for("near"))
+    world.near.transport.connect("far", transport.descriptor_for("near", transport.descriptor()))
     ticket = world.post(copies_of(world, [Row((0, 0), (0, 0), 64)], Direction.WRITE), Direction.WRITE)
     assert copying.wait(20)
 

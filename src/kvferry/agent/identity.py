@@ -36,7 +36,7 @@ def target_identity(
     identity: SourceIdentity, config: AgentConfig, staging_descriptor: bytes, revocable: frozenset[str]
 ) -> TargetIdentity:
     """What sources are told about this rank, and how it wants to be served. `revocable` has the names of the transports
-    over which nothing of a source arrives once it is disconnected.
+    by which a source has access of its own.
 
     Raises ConfigurationError for a strategy or a direction that cannot work with such a cache.
     """

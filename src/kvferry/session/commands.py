@@ -11,17 +11,19 @@ from kvferry.plan.digests.extractor import Extract
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.plan.programs.tiles import Tile
 from kvferry.session.keys import PeerKey, Remote, SlotKey, WorkKey
-from kvferry.wire.messages import FirstToken, Message, Offer, TargetOffer
+from kvferry.wire.messages import FirstToken, Message, Offer, Party, TargetOffer
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
     """Send a message to a peer that we address. If it `is_anew`, that is over a new connection: what was sent over the
-    older one may get lost."""
+    older one may get lost. A `TargetOffer` gives the source named by `access` access of its own, where a transport can
+    revoke it."""
 
     peer: PeerKey
     message: Message
     is_anew: bool = False
+    access: Party | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,17 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Forget a peer. Nothing that it writes over a revocable transport arrives any more."""
+    """Forget a peer."""
 
     peer: Remote
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Take the access that a source was given with our offer: nothing that it has written by it, or will write, arrives
+    any more once this is done. The next offer gives it another one."""
+
+    source: Party
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +217,7 @@ class Count:
 
 
 _ToPeer = Send | Reply
-_OfTransport = Connect | Disconnect | CheckLiveness | Post | Cancel
+_OfTransport = Connect | Disconnect | Revoke | CheckLiveness | Post | Cancel
 _OfMemory = Acquire | Release | Stage | Digest | DropDigest
 _ToEngine = Fetched | FetchFailed | BlocksReleased | LeaseEnded | Located | LocateFailed
 Command = _ToPeer | _OfTransport | _OfMemory | _ToEngine | Count

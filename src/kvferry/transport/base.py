@@ -125,8 +125,9 @@ class Transport(Protocol):
 class RevocableTransport(Transport, Protocol):
     """A transport whose own process carries out what its peers ask for, and so can refuse one of them for good."""
 
-    def descriptor_for(self, peer: str) -> bytes:
-        """Like `descriptor`, with access that is this peer's own: the same each time, until it is revoked."""
+    def descriptor_for(self, peer: str, descriptor: bytes) -> bytes:
+        """One of `descriptor`'s answers with access that is this peer's own: the same each time, until it is
+        revoked."""
         ...
 
     def revoke(self, peer: str) -> None:

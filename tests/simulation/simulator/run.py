@@ -46,7 +46,7 @@ def simulate(seed: int, defect: Defect = NO_DEFECT, is_logged: bool = False) -> 
     log, shape = EventLog(scheduler, is_logged), shape_of(seed % NUM_SHAPES)
     staging = StagingSetup.drawn(scheduler.rng, shape.request_bytes)
     has_names = scheduler.chance(0.5)
-    is_revocable = seed // NUM_SHAPES % 2 == 1
+    is_revocable = seed % 4 == 3
     return _outcome(seed, RunContext(scheduler, faults, shape, log, defect, digest, staging, has_names, is_revocable))
 
 

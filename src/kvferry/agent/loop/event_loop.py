@@ -42,7 +42,7 @@ DIGEST_BYTES = 16 << 20
 
 _SourceEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn | e.RanksKnown
 _TargetEvent = e.LocateRequest | e.HoldRequest | e.FetchRequest | e.AbortRequest
-_Work = c.Post | c.Cancel | c.Digest | c.DropDigest | c.CheckLiveness | c.Acquire | c.Release | c.Stage
+_Work = c.Post | c.Cancel | c.Digest | c.DropDigest | c.CheckLiveness | c.Revoke | c.Acquire | c.Release | c.Stage
 _PeerEvent = e.AnswerArrived | e.PeerGone | e.HostSilent | e.HandshakeRefused
 _AboutPeer = e.PeerConnected | e.PeerUnreachable | e.PeerMoved
 _CommonEvent = _AboutPeer | e.TicketEnded | e.Digested | e.Acquired | e.Staged
@@ -204,8 +204,8 @@ class EventLoop:
 
     def _execute_one(self, command: c.Command) -> None:
         match command:
-            case c.Send(peer, message, is_anew):
-                self._send(peer, message, is_anew)
+            case c.Send():
+                self._send(command)
             case c.Reply(name, message):
                 self._sent(self.control.reply(name, encode(message)), message)
             case c.Connect(peer, offer):
@@ -235,6 +235,8 @@ class EventLoop:
                 self.digester.drop(digest_key)
             case c.CheckLiveness(peer):
                 self.liveness.start(peer)
+            case c.Revoke(source):
+                self.transports.revoke(source)
             case _:
                 self._slot(command)
 
@@ -247,12 +249,14 @@ class EventLoop:
             case c.Stage():
                 self.staging.stage(command)
 
-    def _send(self, peer: k.PeerKey, message: Message, is_anew: bool) -> None:
-        if is_anew:
+    def _send(self, command: c.Send) -> None:
+        peer, message = command.peer, command.message
+        if command.is_anew:
             self.control.forget(peer)
-        if isinstance(message, TargetOffer):
-            # What this source may write must not depend on what others may.
-            message = structs.replace(message, transports=self.transports.offers(peer))
+        if command.access is not None and isinstance(message, TargetOffer):
+            message = structs.replace(
+                message, transports=self.transports.with_access(message.transports, command.access)
+            )
         frame = encode(message)
         if len(frame) <= MAX_REQUEST_BYTES or not isinstance(message, Claim):
             self._sent(self.control.send(peer, frame), message)

@@ -15,13 +15,13 @@ from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Post
 from kvferry.session.events import PeerConnected, PeerMoved, PeerUnreachable, TicketEnded
-from kvferry.session.keys import PeerKey, Remote, WorkKey
+from kvferry.session.keys import Remote, WorkKey
 from kvferry.transport.base import Completion, Memory, RevocableTransport, Ticket, Transport
 from kvferry.transport.machine.finding import Severity
 from kvferry.transport.registered_memory import check_number
 from kvferry.transport.selection.candidates import candidates
 from kvferry.transport.selection.diagnosis import LocalContext
-from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
+from kvferry.wire.messages import Offer, Party, TargetOffer, TransportOffer
 
 NOWHERE = LocalContext()
 # So many peers are tested at a time, not counting those that are stuck: each takes memory for three probes, and time of
@@ -42,10 +42,8 @@ class _Open:
     num_bytes: int
 
 
-def _offer(name: str, transport: Transport, peer: str) -> TransportOffer:
+def _offer(name: str, transport: Transport) -> TransportOffer:
     try:
-        if peer and isinstance(transport, RevocableTransport):
-            return TransportOffer(name, transport.descriptor_for(peer), "")
         return TransportOffer(name, transport.descriptor(), "")
     except TransportError as error:
         # This rank may still read over it.
@@ -123,17 +121,32 @@ class TransportManager:
 
     @property
     def revocable(self) -> frozenset[str]:
-        """The names of the transports over which nothing of a peer arrives any more once it is disconnected."""
+        """The names of the transports by which access is given to one source alone, and taken from it."""
         transports = self._transports.items()
         return frozenset(name for name, transport in transports if isinstance(transport, RevocableTransport))
 
-    def offers(self, source: PeerKey | None = None) -> tuple[TransportOffer, ...]:
-        """What peers need to reach the registered memory, and the reasons why other transports are missing. A source
-        that is to write gets access of its own, where there is such a thing."""
-        peer = name_of(source) if source is not None else ""
-        offers = [_offer(name, transport, peer) for name, transport in self._transports.items()]
+    def offers(self) -> tuple[TransportOffer, ...]:
+        """What peers need to reach the registered memory, and the reasons why other transports are missing."""
+        offers = [_offer(name, transport) for name, transport in self._transports.items()]
         missing = [TransportOffer(name, b"", reason) for name, reason in self._unavailable.items()]
         return (*offers, *missing)
+
+    def with_access(self, offers: Sequence[TransportOffer], source: Party) -> tuple[TransportOffer, ...]:
+        """These offers with access of the source's own, where there is such a thing. Their memory is what was
+        registered then: nobody else's scratch memory is in it."""
+        return tuple(self._with_access(offer, source) for offer in offers)
+
+    def _with_access(self, offer: TransportOffer, source: Party) -> TransportOffer:
+        transport = self._transports.get(offer.name)
+        if not offer.descriptor or not isinstance(transport, RevocableTransport):
+            return offer
+        return TransportOffer(offer.name, transport.descriptor_for(str(source), offer.descriptor), "")
+
+    def revoke(self, source: Party) -> None:
+        """Take the access that was a source's own: nothing that it has written by it arrives any more."""
+        for transport in self._transports.values():
+            if isinstance(transport, RevocableTransport):
+                transport.revoke(str(source))
 
     def connect(self, peer: Remote, offer: Offer | TargetOffer) -> None:
         """Find out which transport reaches a peer fastest; the outcome comes out of a later `poll`."""
@@ -150,8 +163,7 @@ class TransportManager:
         self._negotiations.append(negotiation)
 
     def disconnect(self, peer: Remote) -> None:
-        """Disconnect a peer; its open tickets end with an error in a later `poll`. What it has offers of its own for
-        ends at once."""
+        """Disconnect a peer; its open tickets end with an error in a later `poll`."""
         self._routes.pop(peer, None)
         self.met.pop(peer, None)
         if self._peer_slots is not None:
@@ -161,8 +173,6 @@ class TransportManager:
                 negotiation.abandon()
         for transport in self._transports.values():
             transport.disconnect(name_of(peer))
-            if isinstance(transport, RevocableTransport):
-                transport.revoke(name_of(peer))
 
     def post(self, post: Post) -> None:
         """Start a ticket; its end comes out of `poll`, also when it could not be started."""

@@ -43,9 +43,8 @@ class _Target:
     def repeated(self, peer: str, handshake: int, now: float) -> list[Command]:
         """The answer to an offer of what is known, if there is one already."""
         self.peer, self.last_heard = peer, now
-        self.offer = structs.replace(self.offer, handshake=handshake)
-        self.reached = tuple(structs.replace(reached, handshake=handshake) for reached in self.reached)
-        return [Reply(peer, reached) for reached in self.reached]
+        self.offer = structs.replace(self.offer, handshake=max(handshake, self.offer.handshake))
+        return [Reply(peer, structs.replace(reached, handshake=handshake)) for reached in self.reached]
 
 
 class Targets:
@@ -66,11 +65,12 @@ class Targets:
         """Connect to a target that wants to be written to; repeat the answer to a repeated offer, and give none to an
         older one. Raises TransferError for an offer that makes no sense, or when there are too many targets."""
         if known := self._known.get(offer.party):
-            if offer.handshake < known.offer.handshake:
+            is_met_anew = offer.transports != known.offer.transports
+            if is_met_anew and offer.handshake < known.offer.handshake:
+                # It came late: its access is void.
                 return []
             # How its memory is reached, and whether we may attach its staging memory, is decided in each handshake.
             decided = {"staging": offer.staging, "transports": offer.transports, "handshake": offer.handshake}
-            is_met_anew = offer.transports != known.offer.transports
             is_changed = structs.replace(known.offer, **decided) != offer
             if is_changed or (is_met_anew and offer.handshake == known.offer.handshake):
                 raise TransferError(Reason.MALFORMED, "two different offers of one target rank", found=str(offer.party))

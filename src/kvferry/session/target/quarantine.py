@@ -6,8 +6,8 @@ no more:
 
 * the source acknowledges, which means that no ticket of the claim is open;
 * another incarnation answers at its address, or its host says that nobody listens there: then its process has ended;
-* it has been disconnected, and wrote over a transport by which this side can refuse it (`RevocableTransport`). It may
-  still not know that its claims are aborted, so it gets no access again before it has acknowledged that.
+* it wrote by access of its own, and that has been revoked, as it is when the source is lost. It may still not know that
+  its claims are aborted, so it gets no access again before it has acknowledged that.
 
 Bytes that were sent before may still be in the buffers of a transport, unless the write ended well. After anything else
 the blocks wait for `fence_s` more.
@@ -36,18 +36,19 @@ from kvferry.wire.messages import Abort, Aborted, Party
 
 @dataclass(slots=True)
 class _PendingAbort:
-    """An abort that was sent to a source. With `is_exposed` the source may still write, for all it knows, and with
-    `is_revocable` nothing of that arrives once it is disconnected. `fence_s` is how long blocks still have to wait,
-    from `fenced_at` on: for ever until the source has acknowledged or its process has ended. The connection since
-    `connected_at` is replaced after `patience_s`."""
+    """An abort that was sent to a source. With `is_exposed` the source may still write, for all it knows; by `access`,
+    where that can be revoked, and once it `is_revoked` nothing of it arrives. `fence_s` is how long blocks still have
+    to wait, from `fenced_at` on: for ever until the source has acknowledged or its process has ended. The connection
+    since `connected_at` is replaced after `patience_s`."""
 
     abort: Abort
     first_sent: float
     last_sent: float
     is_exposed: bool
-    is_revocable: bool
     connected_at: float
     patience_s: float
+    access: Party | None = None
+    is_revoked: bool = False
     fence_s: float = inf
     fenced_at: float = 0.0
 
@@ -83,8 +84,8 @@ class PendingAborts:
         is_exposed = read is not None and read.is_exposed
         if is_exposed or key in self._peers:
             abort = Abort(self._ours, request.claim_id, request.reference.lease_id)
-            is_revocable = read is not None and read.is_revocable
-            pending = _PendingAbort(abort, now, now, is_exposed, is_revocable, now, self._timing.fence_s)
+            access = read.access if read is not None and is_exposed else None
+            pending = _PendingAbort(abort, now, now, is_exposed, now, self._timing.fence_s, access)
             self._open[ReadKey(request.claim_id, key)] = pending
             yield c.Send(key, abort)
 
@@ -98,8 +99,7 @@ class PendingAborts:
         if pending := self._open.get(key):
             # Another incarnation knows nothing of the claim: its answer means that the one we asked has ended.
             is_clean = aborted.is_clean and aborted.epoch == peer.epoch
-            is_refused = pending.is_revocable and peer in self._peers.withheld
-            pending.fence(0.0 if is_clean or is_refused else self._timing.fence_s, now)
+            pending.fence(0.0 if is_clean or pending.is_revoked else self._timing.fence_s, now)
 
     def gone(self, peer: PeerKey, now: float) -> None:
         """The process of a peer has ended."""
@@ -107,13 +107,23 @@ class PendingAborts:
             if key.peer == peer:
                 pending.fence(self._timing.fence_s, now)
 
-    def disconnected(self, peer: PeerKey) -> list[ReadKey]:
-        """Nothing that a peer writes over a revocable transport arrives any more. Returns the reads to which it could
-        write over nothing else."""
-        ended = [key for key, each in self._open.items() if key.peer == peer and each.is_exposed and each.is_revocable]
-        if ended:
-            self._peers.withheld.add(peer)
+    def access_of(self, peer: PeerKey) -> frozenset[Party]:
+        """By whose access a peer may still write, of what can be revoked."""
+        pending = [each for key, each in self._open.items() if key.peer == peer and not each.is_revoked]
+        return frozenset(each.access for each in pending if each.access is not None)
+
+    def revoked(self, access: Party) -> list[ReadKey]:
+        """Nothing arrives by this access any more. Returns what could be written by it."""
+        ended = [key for key, each in self._open.items() if each.access == access and not each.is_revoked]
+        for key in ended:
+            self._open[key].is_revoked = True
+        self._peers.withheld |= {access}
         return ended
+
+    @property
+    def withheld(self) -> frozenset[Party]:
+        """Sources whose access was revoked, and that have not acknowledged everything since."""
+        return frozenset(each.access for each in self._open.values() if each.is_revoked and each.access is not None)
 
     def take_finished(self, now: float) -> list[tuple[ReadKey, bool]]:
         """Forget the aborts that are over, and return them, each with whether its source may have written.
@@ -122,9 +132,7 @@ class PendingAborts:
         """
         over = [key for key, pending in self._open.items() if self._is_over(key, pending, now)]
         self._last_turn = now
-        finished = [(key, self._open.pop(key).is_exposed) for key in over]
-        self._peers.withheld.intersection_update(key.peer for key, each in self._open.items() if each.is_exposed)
-        return finished
+        return [(key, self._open.pop(key).is_exposed) for key in over]
 
     def _is_over(self, key: ReadKey, pending: _PendingAbort, now: float) -> bool:
         if not pending.is_exposed:
@@ -208,10 +216,12 @@ class Quarantine:
             # Aborts reconnect to a lost peer: disconnect it after the last, even if a late message has ended the read.
             if was_exposed and key.peer not in self._peers and not self._aborts.awaits(key.peer):
                 yield c.Disconnect(key.peer)
+        yield from self._peers.admit(self._aborts.withheld)
 
-    def disconnected(self, peer: PeerKey) -> Iterator[c.Command]:
-        """End the quarantine that waited for a source which has been disconnected, where nothing of it can arrive."""
-        for key in self._aborts.disconnected(peer):
+    def revoke(self, access: Party) -> Iterator[c.Command]:
+        """Take a source's access, and end the quarantine that waited for it."""
+        yield c.Revoke(access)
+        for key in self._aborts.revoked(access):
             yield from self._fenced(key)
 
     def _fenced(self, key: ReadKey) -> Iterator[c.Command]:

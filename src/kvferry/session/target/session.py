@@ -133,7 +133,11 @@ class TargetSession:
             if key in fetch.peers and not fetch.failed:
                 yield from self._quarantine.fail(fetch, error, now)
         yield Disconnect(key)
-        yield from self._quarantine.disconnected(key)
+        for access in self._aborts.access_of(key):
+            # It may be known by other addresses, and writes by one access.
+            for other in [peer.key for peer in self._peers if peer.source == access]:
+                yield from self._lose(other, error, now)
+            yield from self._quarantine.revoke(access)
 
     # --- the engine's side ---
 

@@ -222,10 +222,13 @@ def revoked_peers_reach_nothing(world: World) -> None:
     if not isinstance(far, RevocableTransport):
         return
     far.revoke("near")
-    world.near.transport.connect("other", far.descriptor_for("other"))
-    world.near.transport.connect("far", far.descriptor_for("near"))
+    common = far.descriptor()
+    world.near.transport.connect("other", far.descriptor_for("other", common))
+    world.near.transport.connect("far", far.descriptor_for("near", common))
     expect_copied(world, random_rows(SEED, 50, 900), Direction.WRITE)
-    assert far.descriptor_for("near") == far.descriptor_for("near") != far.descriptor_for("other")
+    assert far.descriptor_for("near", common) == far.descriptor_for("near", common) != common
+    with expect_transport_error():
+        far.descriptor_for("near", b"garbage")
     far.revoke("near")
     before = world.far.views[0].copy()
     for direction in (Direction.WRITE, Direction.READ):
@@ -234,7 +237,7 @@ def revoked_peers_reach_nothing(world: World) -> None:
     assert np.array_equal(world.far.views[0], before)
     other = world.near.transport.post("other", copies, Direction.READ)
     assert world.finish([other])[other].error == ""
-    world.near.transport.connect("far", far.descriptor_for("near"))
+    world.near.transport.connect("far", far.descriptor_for("near", common))
     expect_copied(world, random_rows(SEED, 50, 900), Direction.WRITE)
 
 

@@ -21,7 +21,6 @@ from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.posting import Posting, connected
 from kvferry.transport.registered_memory import MAX_REGIONS, Regions, Registry
-from kvferry.transport.tcp.access_keys import AccessKey
 from kvferry.transport.tcp.client import PeerClient
 from kvferry.transport.tcp.connection import CHUNK_BYTES, KEY_BYTES, KEY_ID_BYTES
 from kvferry.transport.tcp.lane import PeerAddress, Transfer
@@ -75,20 +74,20 @@ class TcpTransport:
 
     def descriptor(self) -> bytes:
         """Raises TransportError when there are more regions than a peer accepts."""
-        return self._described(self._server.keys.common)
+        self._registry.check_describable()
+        key, (_, port) = self._server.keys.common, self._server.address
+        known = TcpDescriptor(self._host, port, key.key_id, key.secret, self._registry.extents)
+        return check_size(msgspec.msgpack.encode(known))
 
-    def descriptor_for(self, peer: str) -> bytes:
-        """With a key of the peer's own. Raises TransportError when there are more regions than a peer accepts."""
-        return self._described(self._server.keys.for_peer(peer))
+    def descriptor_for(self, peer: str, descriptor: bytes) -> bytes:
+        """With a key of the peer's own. Raises TransportError when the descriptor is not one of tcp."""
+        key = self._server.keys.for_peer(peer)
+        known = decode(peer, descriptor, _DECODER)
+        return msgspec.msgpack.encode(msgspec.structs.replace(known, key_id=key.key_id, key=key.secret))
 
     def revoke(self, peer: str) -> None:
         """Waits until no bytes of the peer are being copied, and ends its connections."""
         self._server.revoke(peer)
-
-    def _described(self, key: AccessKey) -> bytes:
-        self._registry.check_describable()
-        known = TcpDescriptor(self._host, self._server.address[1], key.key_id, key.secret, self._registry.extents)
-        return check_size(msgspec.msgpack.encode(known))
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         """Raises TransportError when the descriptor is not one of tcp.

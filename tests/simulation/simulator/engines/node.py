@@ -248,14 +248,14 @@ class Node:
 
     def _carry_out(self, command: c.Command) -> None:
         match command:
-            case c.Send(peer, message):
-                self._frames.send(self, peer, self._with_access(peer, message))
+            case c.Send():
+                self._frames.send(self, command.peer, self._with_access(command))
             case c.Reply(name, message):
                 self._frames.reply(self, name, message)
             case c.Connect(peer, offer):
                 self._tickets.connect(self.rank, peer, offer)
-            case c.Disconnect(peer):
-                self._tickets.disconnect(self.rank, peer)
+            case c.Disconnect() | c.Revoke():
+                self._part(command)
             case c.CheckLiveness(peer):
                 self._frames.probe(self, peer)
             case c.Post():
@@ -265,11 +265,18 @@ class Node:
             case _:
                 self._note(command)
 
-    def _with_access(self, peer: k.PeerKey, message: Message) -> Message:
+    def _part(self, command: c.Disconnect | c.Revoke) -> None:
+        if isinstance(command, c.Revoke):
+            self._tickets.revoke(self.rank, command.source)
+        else:
+            self._tickets.disconnect(self.rank, command.peer)
+
+    def _with_access(self, command: c.Send) -> Message:
         """As agents do: a source that is to write gets access of its own."""
-        if not isinstance(message, TargetOffer) or not self.context.is_revocable:
+        message = command.message
+        if not isinstance(message, TargetOffer) or command.access is None or not self.context.is_revocable:
             return message
-        offer = TransportOffer("simulated", self._tickets.access_for(self.rank, peer), "")
+        offer = TransportOffer("simulated", self._tickets.access_for(self.rank, command.access), "")
         return structs.replace(message, transports=(offer,))
 
     def _note(self, command: c.Command) -> None:

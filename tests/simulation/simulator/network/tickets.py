@@ -9,8 +9,8 @@ from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Post
 from kvferry.session.events import PeerConnected, PeerUnreachable, TicketEnded
-from kvferry.session.keys import PeerKey, Remote, WorkKey
-from kvferry.wire.messages import Offer, TargetOffer
+from kvferry.session.keys import Remote, WorkKey
+from kvferry.wire.messages import Offer, Party, TargetOffer
 from simulator.context import RunContext
 from simulator.network.receiver import Receiver
 from simulator.state.rank import Access, Copy, Rank
@@ -31,7 +31,7 @@ class TransferNetwork:
         self._receivers: dict[Rank, Receiver] = {}
         self._ranks: list[Rank] = []
         self._accesses: dict[bytes, Access] = {}
-        self._own: dict[tuple[Rank, PeerKey], Access] = {}
+        self._own: dict[tuple[Rank, Party], Access] = {}
         self._routes: dict[tuple[Rank, Remote], Access] = {}
         self._open = context.open_tickets
 
@@ -41,8 +41,8 @@ class TransferNetwork:
         self._ranks.append(receiver.rank)
         self._accesses[receiver.rank.descriptor] = Access(receiver.rank, receiver.rank.descriptor)
 
-    def access_for(self, rank: Rank, source: PeerKey) -> bytes:
-        """How this source alone may write to a rank, until the rank disconnects it."""
+    def access_for(self, rank: Rank, source: Party) -> bytes:
+        """How this source alone may write to a rank, until that revokes it."""
         own = self._own.get((rank, source))
         if own is None:
             descriptor = b"%s for %s, %d" % (rank.descriptor, str(source).encode(), len(self._accesses))
@@ -83,13 +83,18 @@ class TransferNetwork:
         return [(each, copy) for each in self._ranks for copy in each.copies.values() if copy.far is rank]
 
     def disconnect(self, rank: Rank, peer: Remote) -> None:
-        """Its open tickets end with an error before long; until then their bytes may still move. What it writes by
-        access of its own ends at once."""
+        """Its open tickets end with an error before long; until then their bytes may still move."""
         self._routes.pop((rank, peer), None)
-        if isinstance(peer, PeerKey) and (own := self._own.pop((rank, peer), None)):
+        for ticket in self._open:
+            if ticket.owner is rank and ticket.key.remote == peer:
+                self._let_go(ticket)
+
+    def revoke(self, rank: Rank, source: Party) -> None:
+        """What a source writes by access of its own moves no more."""
+        if own := self._own.pop((rank, source), None):
             own.is_valid = False
         for ticket in self._open:
-            if (ticket.owner is rank and ticket.key.remote == peer) or ticket.is_revoked:
+            if ticket.is_revoked:
                 self._let_go(ticket)
 
     def post(self, owner: Rank, post: Post) -> None:

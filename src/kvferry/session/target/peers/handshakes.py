@@ -23,7 +23,7 @@ from kvferry.session.target.peers.peer import PEER_TABLE, CanWrite, Peer, PeerSt
 from kvferry.session.target.read_strategy import NO_STAGING, StagingPolicy
 from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
-from kvferry.wire.messages import Reason
+from kvferry.wire.messages import Party, Reason
 
 NO_PROBE = m.Probe(0, 0, 0)
 
@@ -36,8 +36,8 @@ class TargetIdentity:
     `staging` whether they may go through staging memory. `transports`, `probe` and `staging_descriptor` are for sources
     that write; the last is what a process of this host needs to attach this rank's staging memory, empty where none
     can. With `may_switch_direction` a source writes instead where reading from it is far slower, and one that can write
-    while this rank reads writes a share. Without `may_leave_host` nobody on another host is asked. Over the
-    transports named `revocable` nothing of a source arrives any more once it is disconnected.
+    while this rank reads writes a share. Without `may_leave_host` nobody on another host is asked. By the
+    transports named `revocable` a source has access of its own, which can be taken from it.
     """
 
     party: m.Party
@@ -83,9 +83,9 @@ class Handshakes:
         self._peers: dict[PeerKey, Peer] = {}
         # The peers whose handshake is not over, and some that have just become ready: few of a thousand.
         self._meeting: dict[PeerKey, Peer] = {}
-        # Sources that have not acknowledged what they were told to abort before they were disconnected. Their claims
-        # must not be carried out by the access that they get now.
-        self.withheld: set[PeerKey] = set()
+        # Sources whose access was revoked and that have not acknowledged what they were told to abort. Their older
+        # claims must not be carried out by the access that they get now.
+        self.withheld: frozenset[Party] = frozenset()
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -215,6 +215,13 @@ class Handshakes:
         yield Count("targets_not_reached", reason)
         yield PeerReady(peer.key)
 
+    def admit(self, withheld: frozenset[Party]) -> Iterator[Send]:
+        """Only these are withheld now: offer our memory to those that waited for it."""
+        admitted, self.withheld = self.withheld - withheld, withheld
+        for peer in self.meeting if admitted else ():
+            if peer.source in admitted:
+                yield from self._ask(peer)
+
     def repeat(self, peer: Peer, now: float) -> Iterator[Step]:
         """Repeat a question that has not been answered for a while, and check whether the peer is alive: a busy peer
         may answer later, one whose process has ended never will. A handshake that takes too long is given up."""
@@ -246,10 +253,10 @@ class Handshakes:
         elif state is PeerState.OFFERING or (state is PeerState.CONNECTING and peer.direction is Direction.WRITE):
             # A source whose transport copies with its own processors can gather into our slots just as well.
             staging = ours.staging_descriptor if peer.costs.gathers_into_peer else b""
-            if peer.key in self.withheld:
-                return
-            memory = ours.transports, ours.probe, staging
-            yield Send(peer.key, m.TargetOffer(ours.party, ours.layouts, *memory, peer.handshake))
+            if peer.source is not None and peer.source not in self.withheld:
+                memory = ours.transports, ours.probe, staging
+                offer = m.TargetOffer(ours.party, ours.layouts, *memory, peer.handshake)
+                yield Send(peer.key, offer, access=peer.source)
 
 
 def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:

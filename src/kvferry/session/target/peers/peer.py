@@ -10,7 +10,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.calibration import TYPICAL_AGENTS, Costs
 from kvferry.session.keys import PeerKey
 from kvferry.session.state_machine import StateMachine, TransitionTable
-from kvferry.wire.messages import Offer, Reached
+from kvferry.wire.messages import Offer, Party, Reached
 
 
 class PeerState(StrEnum):
@@ -43,7 +43,7 @@ class CanWrite(StrEnum):
 class Peer:
     """One source rank as its target sees it. The `handshake`, counted over all sources, must be over by the `deadline`.
     With `is_told_unneeded` the source has been told that it is over although nothing is claimed from it. Where it
-    `is_revocable`, nothing that it writes to our memory arrives any more once it is disconnected."""
+    `is_revocable`, what it writes to our memory is written by access of its own."""
 
     key: PeerKey
     handshake: int
@@ -70,6 +70,16 @@ class Peer:
     def is_staged(self) -> bool:
         """Whether its blocks can be reached through its staging memory only."""
         return self.offer is not None and self.offer.is_staged
+
+    @property
+    def source(self) -> Party | None:
+        """Who it is, whatever address it was met at; None before it has said so."""
+        return self.offer.party if self.offer is not None else None
+
+    @property
+    def access(self) -> Party | None:
+        """Whose access it writes by, where that can be revoked."""
+        return self.source if self.is_revocable else None
 
     def note_reached(self, reached: Reached, revocable: Collection[str]) -> None:
         """Only the source knows over what it writes, and whether it can gather into our slots, which nobody can keep it

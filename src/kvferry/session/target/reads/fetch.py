@@ -22,7 +22,7 @@ from kvferry.session.state_machine import StateMachine, TransitionTable
 from kvferry.session.target.read_strategy import TransferMode
 from kvferry.session.target.reads.slot_pipeline import SlotPipeline
 from kvferry.session.timing import Timing
-from kvferry.wire.messages import FirstToken, Reason
+from kvferry.wire.messages import FirstToken, Party, Reason
 
 
 class ReadState(StrEnum):
@@ -83,8 +83,8 @@ class Read:
     (write), or both. With another `strategy` than direct, they go through the slots of `pipeline`, which is there once
     the source has granted the claim; `plans` has what is planned before that. `subject` is what is digested, `extracts`
     where it lies here, once it `is_prepared`, and `ours` and `theirs` are the digests. With `is_confirmed` a source
-    that writes has confirmed the read before all bytes were in their blocks. With `is_revocable` nothing that it writes
-    arrives once it is disconnected. `granted_at` is when the claim was
+    that writes has confirmed the read before all bytes were in their blocks. `access` is whose access it is
+    written by, where that can be revoked. `granted_at` is when the claim was
     granted, `progressed_at` when the read last made progress, and `moved_at` when it did or had a reason to wait.
     """
 
@@ -102,7 +102,7 @@ class Read:
     is_prepared: bool = False
     may_prepare: bool = True
     is_confirmed: bool = False
-    is_revocable: bool = False
+    access: Party | None = None
     ours: tuple[bytes, ...] = ()
     theirs: tuple[bytes, ...] = ()
     granted_at: float = 0.0

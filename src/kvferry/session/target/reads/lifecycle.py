@@ -91,7 +91,7 @@ class Reads:
         fetch.start_reads(modes, self.verifier.subjects(fetch.request, binding), now)
         fetch.verified = binding.verified_by(self.verifier.policy)
         for key in binding.programs:
-            fetch.reads[key].is_revocable = self._peers[key].is_revocable
+            fetch.reads[key].access = self._peers[key].access
             yield Send(key, self._claim_of(fetch, key))
         for key in fetch.peers:
             if key not in binding.programs:
