@@ -1,5 +1,5 @@
-"""A target and a source in a network that loses much, aborts most of all: access is revoked and given anew, and no byte of
-an older claim comes into blocks that were released."""
+"""A target and a source in a network that loses much, aborts most of all: access is revoked and given anew, and no byte
+of an older claim comes into blocks that were released."""
 
 import heapq
 import itertools
