@@ -14,7 +14,7 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
 from kvferry.session import commands as c
 from kvferry.session import events as e
-from kvferry.session.keys import SlotKey
+from kvferry.session.keys import PeerKey, SlotKey
 from kvferry.session.target.peers.handshakes import Handshakes, TargetIdentity
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timing import Timing
@@ -24,6 +24,8 @@ TIMING = Timing(
     lease_s=6.0, heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=3.0, transfer_s=20.0, fence_s=4.0
 )
 TABLES, SOURCE_TABLES, RANGES = ((0,),), ((0, 1),), (TokenRange(0, 6),)
+# Two of one source.
+ADDRESSES = {peer.address: peer for peer in (PEER, PeerKey("tcp://[::1]:1", "p0", "epoch-1"))}
 END_S, STEP_S, DELAY_S = 60.0, 0.25, 0.05
 LATE = 0.2
 """How many frames stay on their way for seconds, and arrive behind later ones."""
@@ -62,7 +64,8 @@ class Pair:
             reference = m.Reference("p0", "epoch-1", f"r{number}", f"l{number}")
             begin = 1.0 if number < 2 else self.cuts[0][1] + self.dice.uniform(0.0, 3.0)
             self.at(0.5, self.hear, e.LeaseRequest(f"r{number}", f"l{number}", ((),), 6, is_growing=True))
-            self.at(begin, self.ask, e.FetchRequest(f"q{number}", reference, (PEER.address,), TABLES, RANGES))
+            address = self.dice.choice(list(ADDRESSES.values())).address
+            self.at(begin, self.ask, e.FetchRequest(f"q{number}", reference, (address,), TABLES, RANGES))
             for num_ready, tables in ((4, ((0,),)), (6, SOURCE_TABLES)):
                 first_s, last_s = (1.0, 3.0) if num_ready == 4 else (3.0, 25.0)
                 self.at(self.dice.uniform(first_s, last_s), self.hear, e.LeaseProgress(f"r{number}", tables, num_ready))
@@ -97,13 +100,13 @@ class Pair:
         """Something for the target."""
         for command in self.target.handle(event, self.now):
             match command:
-                case c.Send(_, message):
+                case c.Send(peer, message):
                     if command.access is not None:
                         descriptor = str(id(self.given)).encode()
                         self.accesses[descriptor] = self.given
                         offers = (m.TransportOffer("tcp", descriptor, ""),)
                         message = structs.replace(message, transports=offers)
-                    self.send(self.hear, e.FrameArrived("x", message), message)
+                    self.send(self.hear, e.FrameArrived(peer.address, message), message)
                 case c.Revoke():
                     self.given.is_valid, self.given = False, Access()
                 case c.BlocksReleased(request_id):
@@ -115,8 +118,8 @@ class Pair:
         """Something for the source."""
         for command in self.source.handle(event, self.now):
             match command:
-                case c.Reply(_, message):
-                    self.send(self.ask, e.AnswerArrived(PEER, message), message)
+                case c.Reply(name, message):
+                    self.send(self.ask, e.AnswerArrived(ADDRESSES[name], message), message)
                 case c.Connect(party, offer):
                     self.route = None
                     self.after(self.dice.uniform(0.1, 1.0), self.connected, party, offer)

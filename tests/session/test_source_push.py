@@ -324,14 +324,19 @@ NEW_ACCESS = (m.TransportOffer("shm", b"here, by another key", ""),)
 
 
 def test_a_target_that_meets_us_again_may_give_us_other_access(source):
-    """What was connected by the older one is of no use any more."""
+    """What was connected by the older one is of no use any more, nor is a claim that knows of nothing else."""
     newer = msgspec.structs.replace(OFFER, transports=NEW_ACCESS, handshake=1)
     play(source, [*MET, (1, said(newer), [Disconnect(THEM), Connect(THEM, newer)])])
     reached = Reply("x", m.Reached("shm", "shm 9 GB/s", handshake=1))
-    play(
-        source,
-        [(1, MET[2][1], [reached]), (1, said(OFFER), []), (1, said(newer), [reached]), (2, said(CLAIM), [GRANT, Post])],
-    )
+    play(source, [(1, MET[2][1], [reached]), (1, said(OFFER), []), (1, said(newer), [reached])])
+    assert reason(play(source, [(2, said(CLAIM), [Reply, Count])])) == "unreachable"
+    play(source, [(2, said(msgspec.structs.replace(CLAIM, handshake=1)), [GRANT, Post])])
+
+
+def test_an_older_offer_that_judges_otherwise_whether_we_are_near_changes_nothing(source):
+    near = msgspec.structs.replace(OFFER, staging=b"here", handshake=1)
+    play(source, [MET[0], (0, said(near), [Connect(THEM, near)]), (0, MET[2][1], [Reply])])
+    play(source, [(1, said(OFFER), MET[2][2]), (2, said(CLAIM), [GRANT, Post])])
 
 
 def test_a_target_that_meets_us_again_with_the_same_access_is_answered_at_once(source):

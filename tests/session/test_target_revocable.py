@@ -39,7 +39,7 @@ from kvferry.session.commands import (
     Revoke,
     Send,
 )
-from kvferry.session.events import AbortRequest, AnswerArrived, FetchRequest, PeerGone, Tick, TicketEnded
+from kvferry.session.events import AbortRequest, AnswerArrived, FetchRequest, HoldRequest, PeerGone, Tick, TicketEnded
 from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.handshakes import TargetIdentity
 from kvferry.session.target.read_strategy import StagingPolicy
@@ -164,11 +164,15 @@ def test_a_source_that_is_known_by_two_addresses_is_lost_as_one():
     """It has one access: what it was to write by the other address is refused as well."""
     target = pushing()
     play(target, granted())
-    other = FetchRequest(
-        "q2", m.Reference("p0", "epoch-1", "r2", "l2"), (ELSEWHERE.address,), WANTED.block_tables, WANTED.ranges
-    )
     offer = Send(ELSEWHERE, structs.replace(OURS.message, handshake=1), access=SOURCE)
-    play(target, [(0.5, other, [Send]), (0.6, from_elsewhere(WELCOME), [Send]), (0.7, from_elsewhere(OFFER), [offer])])
+    play(
+        target,
+        [
+            (0.5, fetched_from_elsewhere(), [Send]),
+            (0.6, from_elsewhere(WELCOME), [Send]),
+            (0.7, from_elsewhere(OFFER), [offer]),
+        ],
+    )
     play(target, [(0.8, from_elsewhere(structs.replace(OVER_TCP, handshake=1)), [Send])])
     commands = target.handle(GONE, 0.9)
     assert [each.error.reason for each in commands if isinstance(each, FetchFailed)] == ["peer_lost"] * 2
@@ -176,6 +180,47 @@ def test_a_source_that_is_known_by_two_addresses_is_lost_as_one():
     last_lost = max(number for number, each in enumerate(commands) if isinstance(each, FetchFailed))
     assert last_lost < commands.index(REVOKED) < min(commands.index(FREE), commands.index(BlocksReleased("q2")))
     assert not target.may_be_written()
+
+
+def fetched_from_elsewhere():
+    reference = m.Reference("p0", "epoch-1", "r2", "l2")
+    return FetchRequest("q2", reference, (ELSEWHERE.address,), WANTED.block_tables, WANTED.ranges)
+
+
+def test_a_source_that_comes_back_at_another_address_acknowledges_there():
+    target = pushing()
+    play(target, granted())
+    fall_silent(target)
+    play(target, [(7.1, fetched_from_elsewhere(), [Send]), (7.2, from_elsewhere(WELCOME), [Send])])
+    play(target, [(7.3, from_elsewhere(OFFER), [])])
+    abort = Send(ELSEWHERE, ABORT.message)
+    assert abort in target.handle(Tick(), 8.0)
+    offer = Send(ELSEWHERE, structs.replace(OURS.message, handshake=1), access=SOURCE)
+    assert offer in target.handle(from_elsewhere(CLEAN.message), 8.1)
+
+
+def test_a_wait_for_access_is_not_a_handshake_that_takes_long():
+    """It begins when it can."""
+    target = pushing()
+    play(target, granted())
+    fall_silent(target)
+    offer = met_again(target)
+    play(target, [(7.3, answer(OFFER), [])])
+    assert Disconnect(PEER) not in target.handle(Tick(), 7.0 + TIMING.handshake_s)
+    play(target, [(12.1, CLEAN, [Send(PEER, offer, access=SOURCE)])])
+    assert Disconnect(PEER) not in target.handle(Tick(), 17.0)
+    assert Disconnect(PEER) in target.handle(Tick(), 12.2 + TIMING.handshake_s)
+
+
+def test_requests_that_wait_for_a_source_lost_at_another_address_meet_it_again():
+    target = pushing()
+    play(target, granted())
+    reference = m.Reference("p0", "epoch-1", "r2", "l2")
+    play(target, [(0.5, HoldRequest(reference, (ELSEWHERE.address,)), [Send])])
+    play(target, [(0.6, from_elsewhere(WELCOME), [Send]), (0.7, from_elsewhere(OFFER), [Send])])
+    target.handle(GONE, 0.8)
+    hellos = [each for now in range(1, 9) for each in target.handle(Tick(), float(now)) if isinstance(each, Send)]
+    assert ELSEWHERE in {each.peer for each in hellos if isinstance(each.message, m.Hello)}
 
 
 def test_a_source_that_writes_nothing_keeps_its_access():

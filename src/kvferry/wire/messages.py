@@ -187,7 +187,8 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     `write` the source may write to the target's blocks from now on, one table and one range per cache group. With
     `read` it may do so only to what lies before the token `read_from`; the target reads the rest. With the strategy
     `pack` it writes to slots of the target's staging memory, at most `slot_bytes` each, when it is asked to (`Pack`).
-    `subject` is what both sides digest. `prompt` names the tokens that the target takes the cache to be of.
+    It writes over the connection that it has told of in this `handshake`, or not at all. `subject` is what both sides
+    digest. `prompt` names the tokens that the target takes the cache to be of.
     """
 
     party: Party
@@ -203,6 +204,7 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     read_from: Count = 0
     subject: Subject = NOTHING
     prompt: PromptName = UNNAMED
+    handshake: Count = 0
 
 
 class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):

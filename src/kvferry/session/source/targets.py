@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from msgspec import structs
@@ -30,13 +30,14 @@ PATIENCE = 2
 
 @dataclass(slots=True)
 class _Target:
-    """`reached` is empty until a transport is connected, `programs` until something has been claimed, `bundles` until
-    something is to be sent state by state."""
+    """`reached` is empty until a transport is connected, `answered` has the handshakes that have been told of it.
+    `programs` is empty until something has been claimed, `bundles` until something is to be sent state by state."""
 
     peer: str
     offer: TargetOffer
     last_heard: float
     reached: tuple[Reached, ...] = ()
+    answered: set[int] = field(default_factory=set)
     programs: tuple[Program, ...] = ()
     bundles: tuple[Bundle, ...] = ()
 
@@ -44,6 +45,7 @@ class _Target:
         """The answer to an offer of what is known, if there is one already."""
         self.peer, self.last_heard = peer, now
         self.offer = structs.replace(self.offer, handshake=max(handshake, self.offer.handshake))
+        self.answered.update(handshake for _ in self.reached)
         return [Reply(peer, structs.replace(reached, handshake=handshake)) for reached in self.reached]
 
 
@@ -74,7 +76,8 @@ class Targets:
             is_changed = structs.replace(known.offer, **decided) != offer
             if is_changed or (is_met_anew and offer.handshake == known.offer.handshake):
                 raise TransferError(Reason.MALFORMED, "two different offers of one target rank", found=str(offer.party))
-            if not is_met_anew and (offer.staging == known.offer.staging or offer.party in busy):
+            is_older = offer.handshake < known.offer.handshake
+            if not is_met_anew and (is_older or offer.staging == known.offer.staging or offer.party in busy):
                 return known.repeated(peer, offer.handshake, now)
         if offer.party.rank >= len(offer.layouts):
             found = f"rank {offer.party.rank} of {len(offer.layouts)}"
@@ -95,6 +98,7 @@ class Targets:
         if isinstance(event, PeerConnected):
             choice, handshake = event.choice[:4096], known.offer.handshake
             known.reached = (Reached(event.transport, choice, event.reaches_staging, handshake),)
+            known.answered.add(handshake)
             return [Reply(known.peer, known.reached[0])]
         error = TransferError(Reason.UNREACHABLE, "no transport reaches the target", found=event.error)
         return [self._forget(known.offer.party), *refuse(known.peer, error)]
@@ -127,6 +131,11 @@ class Targets:
         known = self._known.get(claim.party)
         if known is None or not known.reached:
             raise TransferError(Reason.UNREACHABLE, "the target has not been reached", found=str(claim.party))
+        if claim.handshake not in known.answered:
+            # The target knows of another connection than the one that this would be written over.
+            found, expected = f"handshake {claim.handshake}", f"one of {sorted(known.answered)}"
+            what = "a claim by an older handshake"
+            raise TransferError(Reason.UNREACHABLE, what, found=found, expected=expected)
         # Wrong ranges could be cut into millions of stretches, so they are checked first.
         check_ranges(claim.ranges)
         last = max((tokens.last for tokens in claim.ranges), default=0)

@@ -95,11 +95,18 @@ class PendingAborts:
 
     def acknowledged(self, peer: PeerKey, aborted: Aborted, now: float) -> None:
         """The source has acknowledged. A repeated or late acknowledgement changes nothing."""
-        key = ReadKey(aborted.claim_id, peer)
-        if pending := self._open.get(key):
+        for pending in self._asked(peer, aborted.claim_id):
             # Another incarnation knows nothing of the claim: its answer means that the one we asked has ended.
             is_clean = aborted.is_clean and aborted.epoch == peer.epoch
             pending.fence(0.0 if is_clean or pending.is_revoked else self._timing.fence_s, now)
+
+    def _asked(self, peer: PeerKey, claim_id: str) -> Iterator[_PendingAbort]:
+        """What this peer may acknowledge: also what was claimed when it was met at another address."""
+        source = self._peers[peer].source if peer in self._peers else None
+        for key, pending in self._open.items():
+            is_same = key.peer == peer or (source is not None and source == pending.access)
+            if is_same and key.claim_id == claim_id:
+                yield pending
 
     def gone(self, peer: PeerKey, now: float) -> None:
         """The process of a peer has ended."""
@@ -153,6 +160,9 @@ class PendingAborts:
             if is_anew:
                 reconnected.add(key.peer)
             yield c.Send(key.peer, pending.abort, is_anew)
+            if pending.is_revoked and pending.access is not None:
+                others = [other for other in self._peers.known_as(pending.access) if other != key.peer]
+                yield from (c.Send(other, pending.abort) for other in others)
             if pending.is_exposed and now - pending.first_sent >= self._timing.silence_s:
                 silent[key.peer] = None
         for peer in silent:
@@ -216,7 +226,7 @@ class Quarantine:
             # Aborts reconnect to a lost peer: disconnect it after the last, even if a late message has ended the read.
             if was_exposed and key.peer not in self._peers and not self._aborts.awaits(key.peer):
                 yield c.Disconnect(key.peer)
-        yield from self._peers.admit(self._aborts.withheld)
+        yield from self._peers.admit(self._aborts.withheld, now)
 
     def revoke(self, access: Party) -> Iterator[c.Command]:
         """Take a source's access, and end the quarantine that waited for it."""

@@ -135,7 +135,8 @@ class TargetSession:
         yield Disconnect(key)
         for access in self._aborts.access_of(key):
             # It may be known by other addresses, and writes by one access.
-            for other in [peer.key for peer in self._peers if peer.source == access]:
+            for other in self._peers.known_as(access):
+                self._liveness.lost(PeerLost(other, error), now)
                 yield from self._lose(other, error, now)
             yield from self._quarantine.revoke(access)
 

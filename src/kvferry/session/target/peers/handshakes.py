@@ -111,8 +111,7 @@ class Handshakes:
             return
         machine = StateMachine(f"peer {key}", PEER_TABLE, PeerState.GREETED)
         deadline = now + self._timing.handshake_s
-        whose = key, next(self._numbers), machine, deadline
-        peer = Peer(*whose, last_heard=now, last_sent=now, direction=self._ours.direction)
+        peer = Peer(key, machine, deadline, last_heard=now, last_sent=now, direction=self._ours.direction)
         self._peers[key] = self._meeting[key] = peer
         yield from self._ask(peer)
 
@@ -148,6 +147,7 @@ class Handshakes:
             yield PeerLost(peer.key, wrong)
             return
         peer.machine.move("offer")
+        peer.handshake = next(self._numbers)
         peer.offer, peer.last_sent = structs.replace(offer, layout=sharing_parts(offer.layout)), now
         if peer.direction is Direction.READ:
             # Our own tests end by themselves, but first come those of other peers.
@@ -215,12 +215,17 @@ class Handshakes:
         yield Count("targets_not_reached", reason)
         yield PeerReady(peer.key)
 
-    def admit(self, withheld: frozenset[Party]) -> Iterator[Send]:
-        """Only these are withheld now: offer our memory to those that waited for it."""
+    def admit(self, withheld: frozenset[Party], now: float) -> Iterator[Send]:
+        """Only these are withheld now: offer our memory to those that waited for it, as if for the first time."""
         admitted, self.withheld = self.withheld - withheld, withheld
         for peer in self.meeting if admitted else ():
             if peer.source in admitted:
+                peer.deadline, peer.last_sent = now + self._timing.handshake_s, now
                 yield from self._ask(peer)
+
+    def known_as(self, source: Party) -> list[PeerKey]:
+        """Every address at which a source is known."""
+        return [key for key, peer in self._peers.items() if peer.source == source]
 
     def repeat(self, peer: Peer, now: float) -> Iterator[Step]:
         """Repeat a question that has not been answered for a while, and check whether the peer is alive: a busy peer

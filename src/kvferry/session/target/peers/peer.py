@@ -41,12 +41,12 @@ class CanWrite(StrEnum):
 
 @dataclass(slots=True)
 class Peer:
-    """One source rank as its target sees it. The `handshake`, counted over all sources, must be over by the `deadline`.
-    With `is_told_unneeded` the source has been told that it is over although nothing is claimed from it. Where it
-    `is_revocable`, what it writes to our memory is written by access of its own."""
+    """One source rank as its target sees it. The handshake must be over by the `deadline`; `handshake` is its number
+    among those of all sources, once the source has offered its memory. With `is_told_unneeded` the source has been told
+    that it is over although nothing is claimed from it. Where it `is_revocable`, what it writes to our memory is
+    written by access of its own."""
 
     key: PeerKey
-    handshake: int
     machine: StateMachine
     deadline: float
     last_heard: float
@@ -55,6 +55,7 @@ class Peer:
     num_ranks: int = 0
     fingerprint: str = ""
     offer: Offer | None = None
+    handshake: int = -1
     transport: str = ""
     choice: str = ""
     costs: Costs = TYPICAL_AGENTS

@@ -123,7 +123,12 @@ class Reads:
         claim = Claim(*names, request.num_tokens, readers, subject=read.subject, prompt=request.prompt)
         if mode.direction is Direction.WRITE or mode.read_from:
             where = {"block_tables": request.block_tables, "ranges": request.ranges}
-            claim = structs.replace(claim, direction=mode.direction, read_from=mode.read_from, **where)
+            written = {
+                "direction": mode.direction,
+                "read_from": mode.read_from,
+                "handshake": self._peers[key].handshake,
+            }
+            claim = structs.replace(claim, **written, **where)
         if mode.strategy.source_gathers:
             claim = structs.replace(claim, strategy=mode.strategy, slot_bytes=self._slot_bytes(key))
         return claim
