@@ -1,6 +1,7 @@
 """What a command says when nobody can read what it has to say."""
 
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,16 @@ def test_a_full_disk_is_one_clear_message(arguments):
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: the output cannot be written")
     assert "Traceback" not in ended.stderr
+
+
+def test_a_terminal_that_is_closed_is_no_defect():
+    terminal, end = pty.openpty()
+    os.close(terminal)
+    try:
+        ended = subprocess.run(PLAN, stdout=end, stderr=end, check=False)
+    finally:
+        os.close(end)
+    assert ended.returncode == 2
 
 
 def test_an_output_of_few_characters_is_one_clear_message():

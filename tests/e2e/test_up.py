@@ -156,7 +156,8 @@ def test_a_terminal_that_is_closed_ends_everything_and_leaves_nothing(tiny_model
     with started(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=end) as parent:
         os.close(end)
         said = ""
-        while after not in said:
+        # The whole line: whoever is still writing it when the terminal closes has an error, and no signal yet.
+        while after not in said or not said.endswith("\n"):
             said += os.read(terminal, 4096).decode()
         children = psutil.Process(parent.pid).children(recursive=True)
         # Nobody can say anything there from now on.

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -71,7 +72,9 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EIO):
             raise
         flush_or_discard(sys.stdout)
-        print_error(ConfigurationError("the output cannot be written", found=os_error_text(error)))
+        # It may be this very output that cannot.
+        with suppress(OSError):
+            print_error(ConfigurationError("the output cannot be written", found=os_error_text(error)))
         raise SystemExit(2) from None
     finally:
         flush_or_discard(sys.stdout, sys.stderr)
