@@ -29,6 +29,8 @@ def test_no_screen_reads_markup():
     made = [call for text in files.values() for call in re.findall(r"\bConsole\(.*", text)]
     assert len(made) > 5
     assert [call for call in made if "markup=False" not in call] == []
+    # `:a:` is a picture to rich, and a part of an address to everybody else.
+    assert [call for call in made if "emoji=False" not in call] == []
 
 
 @pytest.mark.parametrize("once", [True, False])

@@ -30,6 +30,13 @@ def test_a_terminal_that_is_closed_is_no_defect():
     assert ended.returncode == 2
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&-"])
+def test_outputs_that_are_closed_from_the_start_are_no_failure(closed):
+    words = " ".join(PLAN)
+    ended = subprocess.run(["sh", "-c", f"{words} {closed}"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_an_output_of_few_characters_is_one_clear_message():
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(PLAN, env=environment, capture_output=True, text=True, check=False)

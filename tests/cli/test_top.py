@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvferry.cli import main
+from kvferry.cli.http_get import get
 from kvferry.cli.scrape import reading_of
 from kvferry.cli.top import watch as command
 from kvferry.cli.top.command import TopOptions
@@ -187,6 +190,37 @@ async def test_an_engine_is_no_router(once):
 def test_what_lies_past_the_last_edge_is_put_at_the_last_edge():
     text = AFTER.replace('le="1.0"} 100', 'le="1.0"} 98')
     assert reading_of(text, 12.0).percentile(reading_of(BEFORE, 10.0), "gap", 0.99) == 1.0
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://127.0.0.1:1/ x"])
+def test_what_cannot_be_asked_is_said_to_be_no_router(url):
+    with pytest.raises(ConfigurationError, match="no router answers"):
+        command.top(TopOptions(url, 1.0, once=True, as_json=True))
+
+
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf"])
+def test_neither_is_what_speaks_no_http_or_ends_amid_its_answer(said):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        options = TopOptions(f"http://127.0.0.1:{server.getsockname()[1]}", 1.0, once=True, as_json=True)
+        with pytest.raises(ConfigurationError, match="no router answers"):
+            command.top(options)
+        thread.join(20)
+
+
+async def test_no_proxy_is_asked_for_a_fleet(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with cluster([], [decode_engine()]) as c:
+        assert await asyncio.to_thread(get, f"{c.decode[0].url}/health", 5.0) is not None
 
 
 def test_what_is_no_url_is_said_to_be_none():

@@ -1,12 +1,16 @@
 """What is wrong with options is told before anything is started, and before anybody takes it for ready."""
 
 import asyncio
+import os
 
 import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.bench import serve as bench
+from kvferry.cli.child_processes import Child
 from kvferry.cli.main import app
+from kvferry.cli.models import resolve
+from kvferry.errors import ConfigurationError
 
 
 def told(*arguments):
@@ -34,6 +38,10 @@ def test_a_router_does_not_say_that_it_routes_before_it_has_read_its_members(tmp
         (("--simulated-step", "foo"), "unknown kind of step cost"),
         (("--failure-policy", "foo"), "'foo' is not one of"),
         (("--start-timeout", "900"), "--engine vllm or sglang"),
+        (("--register", "http://127.0.0.1:abc", "--role", "decode"), "invalid URL"),
+        (("--register", "http://", "--role", "decode"), "invalid URL"),
+        (("--allow-credentials",), "--allowed-origins as well"),
+        (("--allowed-methods", "GET"), "--allowed-origins as well"),
     ],
 )
 def test_an_engine_is_not_loaded_for_options_that_make_no_sense(monkeypatch, arguments, words):
@@ -105,3 +113,42 @@ def test_a_token_that_no_engine_would_show_is_an_error():
 def test_a_policy_that_takes_no_question_is_none(policy):
     words = told("route", "--port", 0, "--decode", "http://127.0.0.1:1", "--policy", policy)
     assert policy in words
+
+
+def test_a_number_of_thousands_of_digits_is_one_clear_message():
+    words = told("route", "--decode", "http://127.0.0.1:1", "--port", 0, "--skip-prefill-below", "9" * 5000)
+    assert "a number of at most 12 digits, or auto" in words
+
+
+def test_an_address_is_shown_as_it_is():
+    assert "fd00:a:b:100::1:0" in told(
+        "route", "--decode", "http://127.0.0.1:1", "--host", "fd00:a:b:100::1", "--port", 0
+    )
+
+
+@pytest.mark.parametrize("model", ["~nosuch/folder", "./" + "x" * 300])
+def test_a_folder_that_cannot_be_is_one_clear_message(model):
+    assert "no such folder" in told("serve", "--model", model)
+
+
+def test_a_home_folder_that_the_shell_has_left_as_it_is_is_found(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~/model") == (str(tmp_path / "model"), "model")
+
+
+def test_without_a_home_folder_it_is_said_what_to_set(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "KVFERRY_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)
+    assert "set KVFERRY_CACHE to a folder that can be written" in told("serve")
+
+
+def test_a_peer_that_is_no_address_is_one_clear_message():
+    assert "invalid --peer address" in told("doctor", "--peer", "[::1")
+
+
+def test_a_log_that_cannot_be_written_is_one_clear_message(tmp_path):
+    (tmp_path / "engine.log").mkdir()
+    with pytest.raises(ConfigurationError, match="cannot write a log"):
+        Child("engine", ("serve",), tmp_path / "engine.log")

@@ -102,9 +102,13 @@ def test_an_unknown_transport_is_one_clear_message(run):
     assert "expected: auto or one of shm, cma, nixl, tcp" in result.stderr
 
 
-def test_a_port_in_use_is_one_clear_message(run):
+def test_a_port_in_use_is_one_clear_message(run, tmp_path):
+    """And nothing is deleted from a folder that was named, however it is spelled."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "precious").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = run("--once", "x", "--port", str(taken.getsockname()[1]))
+        result = run("--once", "x", "--port", str(taken.getsockname()[1]), "--log-dir", f"{tmp_path}//logs")
+    assert (tmp_path / "logs" / "precious").exists()
     assert (result.returncode, result.stdout) == (2, "")
     assert "cannot listen on 127.0.0.1" in result.stderr
     assert "choose another --port" in result.stderr

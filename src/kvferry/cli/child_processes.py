@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from kvferry.cli.environment import all_variables
 from kvferry.errors import ConfigurationError
+from kvferry.system import os_error_text
 
 STOP_S = 10.0
 
@@ -38,7 +39,12 @@ class Child:
         subcommand, *others = arguments
         # Ours come first: what follows `--` belongs to the engine.
         ours = ("--json", "--as-child", *(("--port", str(port)) if port is not None else ()))
-        with log.open("ab") as stderr:
+        try:
+            output = log.open("ab")
+        except OSError as error:
+            found, hint = f"{log}: {os_error_text(error)}", "name another folder with --log-dir"
+            raise ConfigurationError("cannot write a log", found=found, hint=hint) from error
+        with output as stderr:
             # What others have said there before is not its own.
             self._began_at = stderr.tell()
             self._process = subprocess.Popen(

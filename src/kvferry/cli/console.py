@@ -20,7 +20,7 @@ from kvferry.system import os_error_text
 
 PAGES = (".html", ".htm")
 
-stderr = Console(stderr=True, highlight=False, markup=False)
+stderr = Console(stderr=True, highlight=False, markup=False, emoji=False)
 """Messages for people: progress, warnings, errors."""
 
 

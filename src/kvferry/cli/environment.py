@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvferry.errors import ConfigurationError
+
 API_KEY = "KVFERRY_API_KEY"
 
 
 def cache_directory() -> Path:
-    """Where what is made on first use is kept: KVFERRY_CACHE, or a folder in XDG_CACHE_HOME, or in ~/.cache."""
+    """Where what is made on first use is kept: KVFERRY_CACHE, or a folder in XDG_CACHE_HOME, or in ~/.cache. Raises
+    ConfigurationError where there is no home folder, either."""
     if chosen := os.environ.get("KVFERRY_CACHE"):
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvferry"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "kvferry"
+    try:
+        return Path.home() / ".cache" / "kvferry"
+    except RuntimeError as error:
+        hint = "set KVFERRY_CACHE to a folder that can be written"
+        raise ConfigurationError("there is no folder for what is made once", found=str(error), hint=hint) from error
 
 
 def token_file() -> str:

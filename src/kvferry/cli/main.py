@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, TextIO
 
 import typer
 
@@ -60,6 +61,9 @@ def main() -> None:
         # In a container: the kernel keeps the signals from process 1 that it has no handler for.
         signal.signal(signal.SIGTERM, _end)
     allow_many_descriptors()
+    # Whoever started us may have closed them, in this order.
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
     try:
         app()
     except KeyboardInterrupt:
@@ -78,6 +82,10 @@ def main() -> None:
         raise SystemExit(2) from None
     finally:
         flush_or_discard(sys.stdout, sys.stderr)
+
+
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w")
 
 
 def _end(number: int, _: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kvferry.cli import console
@@ -17,7 +18,9 @@ MADE_HERE = (TINY, GEMMA)
 
 def resolve(model: str) -> tuple[str, str]:
     """What to load, and the name to serve it under; makes the models that are made here. Raises ConfigurationError."""
-    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+    # A shell leaves `--model=~/folder` as it is.
+    folder = os.path.expanduser(model)
+    if model.startswith(("/", "./", "../", "~")) and not os.path.isdir(folder):
         raise ConfigurationError(
             f"cannot load the model {model!r}",
             found="no such folder",
@@ -26,8 +29,8 @@ def resolve(model: str) -> tuple[str, str]:
         )
     if model in MADE_HERE:
         return _made_here(model), model
-    if Path(model).is_dir():
-        return model, Path(model).name
+    if os.path.isdir(folder):
+        return folder, Path(folder).name
     console.say(f"looking for {model} in the local cache and on the Hugging Face Hub; a first download takes a while")
     return model, model
 

@@ -104,9 +104,14 @@ class AccessOptions:
         return tuple(self.api_key) or environment.api_keys()
 
     def checked(self) -> Access:
-        """The access that these options give. Raises ConfigurationError for an API key that cannot be used."""
+        """The access that these options give. Raises ConfigurationError for an API key that cannot be used, and for
+        what is said of origins where there are none."""
         from kvferry.http.access import Access
 
+        is_about_origins = self.allow_credentials or [*self.allowed_methods, *self.allowed_headers] != ["*", "*"]
+        if is_about_origins and not self.allowed_origins:
+            found = "--allowed-methods, --allowed-headers or --allow-credentials without --allowed-origins"
+            raise ConfigurationError("no web page could use that", found=found, expected="--allowed-origins as well")
         lists = tuple(self.allowed_origins), tuple(self.allowed_methods), tuple(self.allowed_headers)
         return Access(self.api_keys, *lists, self.allow_credentials)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, isinf
@@ -73,10 +72,3 @@ def reading_of(text: str, at_s: float) -> Reading:
         for sample in family.samples:
             samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     return Reading(at_s, {name: tuple(values) for name, values in samples.items()})
-
-
-def get(url: str, timeout_s: float) -> bytes:
-    """The body of an answer. Raises OSError, ValueError."""
-    with urllib.request.urlopen(url, timeout=timeout_s) as response:
-        body: bytes = response.read()
-        return body

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -69,3 +70,16 @@ def reason_to_refuse(keys: Sequence[bytes], body: bytes, signature: str, now: fl
 
 def _mac(key: bytes, stamp: str, body: bytes) -> str:
     return hmac.new(key, stamp.encode() + b"\n" + body, hashlib.sha256).hexdigest()
+
+
+def is_base_url(url: str) -> bool:
+    """Whether a path can be put behind it: no query, no fragment, no credentials, and no `/v1`."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return False
+    extra = parts.query or parts.fragment or "@" in parts.netloc or parts.path.endswith("/v1")
+    # The URL becomes a part of requests as it is.
+    is_visible = all("!" <= character <= "~" for character in url)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_visible and not extra

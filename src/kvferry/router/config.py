@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigurationError
 from kvferry.http.access import check_key
+from kvferry.http.registration import is_base_url
 from kvferry.router.policy.balanced import balanced
 from kvferry.router.policy.records import NO_LIMITS, Instance, Limits, Policy, Role
 
@@ -152,7 +152,7 @@ def instances_of(role: Role, urls: tuple[str, ...]) -> tuple[Instance, ...]:
         if plain in found:
             raise ConfigurationError(f"the same {role} instance is given twice", found=url, expected="every URL once")
         found[plain] = Instance(plain, role)
-        if not _is_base_url(plain):
+        if not is_base_url(plain):
             raise ConfigurationError(
                 f"invalid URL of a {role} instance",
                 found=url,
@@ -160,15 +160,3 @@ def instances_of(role: Role, urls: tuple[str, ...]) -> tuple[Instance, ...]:
                 hint="give the server's base URL without /v1, a query or a fragment",
             )
     return tuple(found.values())
-
-
-def _is_base_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError:
-        return False
-    extra = parts.query or parts.fragment or "@" in parts.netloc or parts.path.endswith("/v1")
-    # The URL becomes a part of requests as it is.
-    is_visible = all("!" <= character <= "~" for character in url)
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_visible and not extra

@@ -14,7 +14,7 @@ NOTHING = "-"
 
 def show(measured: Measured, faults: list[str]) -> None:
     """Print the table, with a row for each figure and a column for each run, and then the verdict."""
-    out = Console(highlight=False, markup=False)
+    out = Console(highlight=False, markup=False, emoji=False)
     out.print(_table(measured))
     if measured.unscored:
         out.print(f"references were not scored: {measured.unscored}", soft_wrap=True)

@@ -22,7 +22,8 @@ from kvferry.cli import console, environment
 from kvferry.cli.bench.accuracy import servers_of
 from kvferry.cli.bench.accuracy_table import NOTHING, number, part_of, runs_table, show_verdict
 from kvferry.cli.bench.command import AccuracyOptions
-from kvferry.cli.scrape import get, reading_of
+from kvferry.cli.http_get import get
+from kvferry.cli.scrape import reading_of
 from kvferry.errors import ConfigurationError
 from kvferry.extras import how_to_install
 
@@ -96,7 +97,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def _show(runs: TaskRuns, faults: list[str]) -> None:
     """A row for each score, a column for each run; then the verdict."""
-    out = Console(highlight=False, markup=False)
+    out = Console(highlight=False, markup=False, emoji=False)
     out.print(_table(runs))
     show_verdict(out, faults)
 

@@ -23,7 +23,7 @@ TIMES = (
 
 def show(reports: Sequence[Report], attainment: float) -> None:
     """Print one run in full, or a row for each and, with limits, the highest rate within them and the best goodput."""
-    out = Console(highlight=False, markup=False)
+    out = Console(highlight=False, markup=False, emoji=False)
     if len(reports) == 1:
         out.print(_times(reports[0]))
         _say(out, _words(reports[0]))

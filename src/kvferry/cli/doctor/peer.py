@@ -153,8 +153,8 @@ def _check_greeting(endpoint: str) -> str:
 
 def endpoint_of(address: str, token: SharedToken) -> str:
     """`tcp://IP:port` of `host:port`, with or without the scheme."""
-    parts = urlsplit(address if "//" in address else f"//{address}")
     try:
+        parts = urlsplit(address if "//" in address else f"//{address}")
         host, port = parts.hostname or "", parts.port or 0
         found = getaddrinfo(host, port, type=SOCK_STREAM)[0][4][0] if host and port else ""
     except (OSError, ValueError):

@@ -65,7 +65,7 @@ def doctor(options: DoctorOptions) -> int:
     if options.as_json:
         console.data(_as_json(report))
     else:
-        _print(report, Console(markup=False, highlight=False))
+        _print(report, Console(markup=False, emoji=False, highlight=False))
     return EXIT_CODES[worst(report.findings)]
 
 

@@ -57,7 +57,7 @@ def tell(text: str, as_json: bool) -> int:
     else:
         for finding in found.findings:
             console.say(f"{finding.severity}: {finding}")
-        Console(markup=False, highlight=False).print(command, soft_wrap=True)
+        Console(markup=False, emoji=False, highlight=False).print(command, soft_wrap=True)
     return {Severity.ERROR: 2, Severity.WARNING: 1}.get(severity, 0)
 
 

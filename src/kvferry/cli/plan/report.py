@@ -56,11 +56,11 @@ def plan(options: PlanOptions, entry: Entry, typed: str) -> None:
     if options.as_json:
         console.data(facts)
         return
-    screen = Console(markup=False)
+    screen = Console(markup=False, emoji=False)
     tables = {_width_of(table): table for table in (_table(facts), _table(facts, is_narrow=True))}
     # Numbers that are cut are worse than lines that wrap.
     needed = next((width for width in tables if width <= screen.width), min(tables))
-    Console(width=max(screen.width, needed), markup=False).print(tables[needed])
+    Console(width=max(screen.width, needed), markup=False, emoji=False).print(tables[needed])
     for line in _summary(facts):
         screen.print(line, highlight=False, markup=False)
 
@@ -209,7 +209,7 @@ def _table(facts: dict[str, Any], *, is_narrow: bool = False) -> Table:
 
 def _width_of(table: Table) -> int:
     """How many columns of a screen a table takes if nothing is cut."""
-    screen = Console(width=MAX_WIDTH, markup=False)
+    screen = Console(width=MAX_WIDTH, markup=False, emoji=False)
     return Measurement.get(screen, screen.options, table).maximum
 
 

@@ -52,7 +52,7 @@ def qualify(options: QualifyOptions) -> int:
     if options.as_json:
         console.data(as_json(report))
     else:
-        show(report, Console(markup=False, highlight=False))
+        show(report, Console(markup=False, emoji=False, highlight=False))
     if file is not None:
         console.write_page(file, page(report))
     return EXIT_CODES[report.result]

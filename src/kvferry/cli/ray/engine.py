@@ -6,7 +6,6 @@ import asyncio
 import logging
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 
 import ray
@@ -15,6 +14,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from kvferry.cli.child_processes import Child
+from kvferry.cli.http_get import get
 from kvferry.cli.ray.scaling import METRIC
 from kvferry.errors import FerryError
 from kvferry.http.registration import Side
@@ -110,7 +110,6 @@ def _log() -> Path:
 
 def _ask(url: str) -> None:
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_S):
-            return
-    except OSError as error:
+        get(url, ANSWER_S)
+    except (OSError, ValueError) as error:
         raise FerryError("the engine is not healthy", found=f"{url}: {os_error_text(error)}") from error

@@ -7,7 +7,6 @@ import logging
 import signal
 import socket
 import time
-import urllib.request
 from typing import Any
 
 import ray
@@ -17,6 +16,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 
 from kvferry.cli import console, environment
+from kvferry.cli.http_get import get
 from kvferry.cli.options import HERE
 from kvferry.cli.ray.application import application_of
 from kvferry.cli.ray.settings import RaySettings
@@ -157,8 +157,7 @@ def _failed(state: Any) -> ConfigurationError:
 def _ready(url: str, side: Side) -> list[dict[str, Any]]:
     """The ready engines of a role. Raises ConfigurationError when there is no router of ours."""
     try:
-        with urllib.request.urlopen(url + MEMBERS_PATH, timeout=ANSWER_S) as answer:
-            members = json.load(answer)["members"]
+        members = json.loads(get(url + MEMBERS_PATH, ANSWER_S))["members"]
     except (OSError, ValueError) as error:
         hint = "Ray Serve was started before, perhaps with another port: name it with --port"
         raise ConfigurationError(f"there is no router at {url}", found=os_error_text(error), hint=hint) from error

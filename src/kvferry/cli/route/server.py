@@ -32,12 +32,14 @@ from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 
 # More than a hundred open streams hold, and looked through in a few milliseconds.
 NUM_NEW_OBJECTS = 10_000
+MAX_DIGITS = 12
 
 
 def limits_of(ttft_s: float, max_requests: int, skip_below: str) -> Limits:
     """The limits of the command line. Raises ConfigurationError when `skip_below` is no number and not `auto`."""
-    if skip_below != "auto" and not skip_below.isdecimal():
-        raise ConfigurationError("invalid --skip-prefill-below", found=skip_below, expected="a number, or auto")
+    if skip_below != "auto" and not (skip_below.isdecimal() and len(skip_below) <= MAX_DIGITS):
+        found, expected = skip_below[:80], f"a number of at most {MAX_DIGITS} digits, or auto"
+        raise ConfigurationError("invalid --skip-prefill-below", found=found, expected=expected)
     below = 0 if skip_below == "auto" else int(skip_below)
     return Limits(ttft_s, max_requests, below, skip_by_cost=skip_below == "auto")
 

@@ -33,7 +33,7 @@ from kvferry.cli.options import (
     times,
 )
 from kvferry.errors import ConfigurationError
-from kvferry.http.registration import Side
+from kvferry.http.registration import Side, is_base_url
 
 if TYPE_CHECKING:
     from kvferry import AgentConfig
@@ -60,7 +60,7 @@ class JoinOptions:
         if not self.register and self.advertise_url:
             raise _alone("--advertise-url")
         for url in filter(None, (*self.register, self.advertise_url)):
-            if not url.startswith(("http://", "https://")):
+            if not is_base_url(url.rstrip("/")):
                 raise ConfigurationError("invalid URL", found=url, expected="such as http://10.0.0.5:8000")
 
     def check_role(self) -> None:

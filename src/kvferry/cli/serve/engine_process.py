@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from asyncio.subprocess import Process
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -18,6 +17,7 @@ from typing import Any
 
 from kvferry import SharedToken, read_token
 from kvferry.cli import console
+from kvferry.cli.http_get import get
 from kvferry.cli.serve.command import ServeOptions
 from kvferry.cli.serve.joining import joined
 from kvferry.cli.server import http
@@ -144,10 +144,10 @@ async def _ready(engine: EngineProcess, process: Process, ending: asyncio.Task[N
 
 def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
-            return bool(answer.status == 200)
-    except OSError:
+        get(url, ANSWER_S)
+    except (OSError, ValueError):
         return False
+    return True
 
 
 async def _stop(process: Process, drain_s: float, is_urgent: asyncio.Event) -> None:

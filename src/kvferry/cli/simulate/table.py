@@ -19,7 +19,7 @@ ROWS = (
 
 def show(facts: Facts) -> None:
     """Print a table with a column for the run and up to three for each incident, and then what is scarce."""
-    out = Console(highlight=False, markup=False)
+    out = Console(highlight=False, markup=False, emoji=False)
     columns = {"all": facts["figures"]}
     for number, incident in enumerate(facts["incidents"], 1):
         phases = (name for name in ("before", "during", "after") if incident[name]["requests"])
@@ -34,7 +34,7 @@ def show(facts: Facts) -> None:
 
 def show_ratio(facts: Facts) -> None:
     """Print a table with a row for each fleet that was tried, and then the best one."""
-    out = Console(highlight=False, markup=False)
+    out = Console(highlight=False, markup=False, emoji=False)
     table = _table("prefill", "decode", "good", "goodput", "ttft p99", "itl p50", "scarcest")
     for row in facts["tried"]:
         scarcest = f"{row['scarcest']['name']} {row['scarcest']['share']:.0%}"
@@ -94,8 +94,8 @@ def _table(*names: str) -> Table:
 
 def _print(out: Console, table: Table) -> None:
     """Print a table as wide as it has to be, rather than with figures that are cut."""
-    width = Console(width=1000, markup=False).measure(table).maximum
-    Console(width=max(out.width, width), highlight=False, markup=False).print(table)
+    width = Console(width=1000, markup=False, emoji=False).measure(table).maximum
+    Console(width=max(out.width, width), highlight=False, markup=False, emoji=False).print(table)
 
 
 def _cells(figures: Facts) -> tuple[str, ...]:

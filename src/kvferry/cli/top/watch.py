@@ -13,7 +13,8 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from kvferry.cli import console
-from kvferry.cli.scrape import START, Reading, get, reading_of
+from kvferry.cli.http_get import get
+from kvferry.cli.scrape import START, Reading, reading_of
 from kvferry.cli.top.command import TopOptions
 from kvferry.cli.top.view import Frame, summary, view
 from kvferry.errors import ConfigurationError
@@ -35,12 +36,12 @@ def top(options: TopOptions, sleep: Callable[[float], None] = time.sleep) -> Non
     if options.as_json:
         console.data(summary(frame))
     else:
-        Console(markup=False).print(view(frame))
+        Console(markup=False, emoji=False).print(view(frame))
 
 
 def _live(options: TopOptions, before: Reading, sleep: Callable[[float], None]) -> None:
     """On a screen in place; into a file or a pipe one frame after the other."""
-    screen = Console(markup=False)
+    screen = Console(markup=False, emoji=False)
     with Live(console=screen, auto_refresh=False, screen=True) if screen.is_terminal else nullcontext() as live:
         while True:
             sleep(options.interval)

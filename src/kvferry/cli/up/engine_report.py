@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from kvferry.cli.scrape import Reading, get, reading_of
+from kvferry.cli.http_get import get
+from kvferry.cli.scrape import Reading, reading_of
 from kvferry.errors import RequestError
 from kvferry.system import os_error_text
 
@@ -61,5 +62,5 @@ def why_chosen(urls: Iterable[str], transport: str) -> str:
 def _get(url: str) -> bytes:
     try:
         return get(url, TIMEOUT_S)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise RequestError(f"no answer from {url}", found=os_error_text(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -64,17 +65,17 @@ def up(options: UpOptions) -> int:
     end_as_ctrl_c()
     path, name = resolve(options.model)
     logs = _log_folder(options.log_dir)
-    useful = options.log_dir
+    told = ""
     try:
         environment.share_api_key()
         with _fleet(options, path, name, logs) as fleet:
             return _run(options, fleet)
     except FerryError as error:
-        useful += str(error)
+        told = str(error)
         raise
     finally:
-        # What the user has chosen stays, and what an error tells to look into.
-        if str(logs) not in useful:
+        # What the user has chosen stays, whatever it is called, and what an error tells to look into.
+        if not options.log_dir and str(logs) not in told:
             shutil.rmtree(logs, ignore_errors=True)
 
 
@@ -84,13 +85,9 @@ def _log_folder(path: str) -> Path:
         folder = Path(path or tempfile.mkdtemp(prefix="kvferry-"))
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        hint = "--log-dir takes a folder and creates it if needed"
-        raise ConfigurationError(
-            "cannot create the log folder",
-            found=f"{path or tempfile.gettempdir()}: {os_error_text(error)}",
-            expected="a folder",
-            hint=hint,
-        ) from error
+        hint = "--log-dir takes a folder and creates it if needed; without it, TMPDIR is where it is made"
+        found = f"{path}: {os_error_text(error)}" if path else os_error_text(error)
+        raise ConfigurationError("cannot create the log folder", found=found, expected="a folder", hint=hint) from error
     return folder
 
 
@@ -166,7 +163,7 @@ def _shares(options: UpOptions) -> tuple[Share, ...]:
 
 def _ready_s(options: UpOptions) -> float:
     """How long the engines may take to start."""
-    if options.model not in MADE_HERE and not Path(options.model).is_dir():
+    if options.model not in MADE_HERE and not os.path.isdir(os.path.expanduser(options.model)):
         return DOWNLOAD_READY_S
     return OTHER_READY_S if options.engine in OTHER_ENGINES else READY_S
 
@@ -182,9 +179,9 @@ def _show_proof(options: UpOptions, fleet: Fleet | RayFleet) -> bool:
         console.data(facts)
     else:
         sys.stdout.write("\n\n")
-        Console(markup=False).print(_table(facts))
+        Console(markup=False, emoji=False).print(_table(facts))
         if facts["equal"] and facts["tokens_received"]:
-            Console(markup=False, highlight=False).print(PROVED.format(**facts))
+            Console(markup=False, emoji=False, highlight=False).print(PROVED.format(**facts))
     return facts["equal"] is not False
 
 

@@ -41,7 +41,7 @@ def device_arena(num_bytes: int, device: torch.device, name: str) -> TensorArena
         torch.get_device_module(device).synchronize(device)
         return tensor
 
-    hint = "leave the device more memory beside the engine's, or set staging_memory to 'host'"
+    hint = "leave the device more memory beside the engine's, or set staging_memory (--staging-memory) to 'host'"
     tensor = _allocated(allocate, f"cannot allocate {num_bytes:,} bytes of {name} memory for staging", hint)
     return TensorArena(tensor, Memory(tensor.data_ptr(), num_bytes, -1, name, tensor.device.index or 0))
 

@@ -118,7 +118,7 @@ def check_staging(device: str, buffer_device: str, where: StagingMemory) -> None
             "staging memory can only lie on a device whose memory is registered",
             found=f"device {device!r}, buffer device {buffer_device!r}",
             expected="a device other than 'cpu' that is its own buffer device",
-            hint="set staging_memory to 'host', or the buffer device to the engine's device",
+            hint="set staging_memory (--staging-memory) to 'host', or the buffer device to the engine's device",
         )
 
 
