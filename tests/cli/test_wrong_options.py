@@ -142,6 +142,8 @@ def test_without_a_home_folder_it_is_said_what_to_set(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 987_654)
     assert "set KVFERRY_CACHE to a folder that can be written" in told("serve")
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert "set KVFERRY_CACHE to a folder that can be written" in result.stdout
 
 
 def test_a_peer_that_is_no_address_is_one_clear_message():

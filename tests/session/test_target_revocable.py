@@ -199,6 +199,19 @@ def test_a_source_that_comes_back_at_another_address_acknowledges_there():
     assert offer in target.handle(from_elsewhere(CLEAN.message), 8.1)
 
 
+def test_what_cannot_be_revoked_is_acknowledged_meanwhile():
+    """One claim may be written over another transport than the next."""
+    target = pushing()
+    play(target, granted(m.Reached("nixl", "")))
+    fall_silent(target)
+    play(target, [(7.1, AGAIN, [HELLO]), (7.2, answer(WELCOME), [Send]), (7.3, answer(OFFER), [Send])])
+    play(target, [(7.4, answer(structs.replace(OVER_TCP, handshake=1)), [Send])])
+    commands = [command for now in range(8, 16) for command in target.handle(Tick(), float(now))]
+    assert BlocksReleased("q2") in commands
+    assert FREE not in commands
+    assert FREE in target.handle(CLEAN, 15.2)
+
+
 def test_a_wait_for_access_is_not_a_handshake_that_takes_long():
     """It begins when it can."""
     target = pushing()

@@ -113,11 +113,18 @@ def setting_facts(chosen: Environment | None, system: SystemFacts, token_file: s
         yield Fact("settings", str(setting), setting.reason, str(setting.origin))
     for name, value in sorted(system.user.items()) if not chosen else ():
         yield Fact("settings", f"{name}={value}", "set by you", "environment")
-    yield Fact("settings", "cache folder", str(environment.cache_directory()), environment.cache_origin())
+    yield Fact("settings", "cache folder", _cache_folder(), environment.cache_origin())
     if token_file:
         yield Fact("settings", "token file", _tokens_in(token_file), environment.token_origin(token_file))
     else:
         yield Fact("settings", "token file", "none: engines accept peers on this host only", "default")
+
+
+def _cache_folder() -> str:
+    try:
+        return str(environment.cache_directory())
+    except FerryError as error:
+        return f"none: {error}"
 
 
 def _tokens_in(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
@@ -26,18 +27,20 @@ NUM_BUNDLES = 8
 """Into so many a program is cut that is sent state by state: the last eighth is all that waits for the last state."""
 # A target forgets an idle source first, and so never claims from one that has forgotten it.
 PATIENCE = 2
+# A target knows this rank by a few addresses at most, and has a handshake with each.
+MAX_ANSWERED = 64
 
 
 @dataclass(slots=True)
 class _Target:
-    """`reached` is empty until a transport is connected, `answered` has the handshakes that have been told of it.
+    """`reached` is empty until a transport is connected, `answered` has the last handshakes that were told of it.
     `programs` is empty until something has been claimed, `bundles` until something is to be sent state by state."""
 
     peer: str
     offer: TargetOffer
     last_heard: float
     reached: tuple[Reached, ...] = ()
-    answered: set[int] = field(default_factory=set)
+    answered: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_ANSWERED))
     programs: tuple[Program, ...] = ()
     bundles: tuple[Bundle, ...] = ()
 
@@ -45,8 +48,13 @@ class _Target:
         """The answer to an offer of what is known, if there is one already."""
         self.peer, self.last_heard = peer, now
         self.offer = structs.replace(self.offer, handshake=max(handshake, self.offer.handshake))
-        self.answered.update(handshake for _ in self.reached)
-        return [Reply(peer, structs.replace(reached, handshake=handshake)) for reached in self.reached]
+        return [self.answer(reached, handshake) for reached in self.reached]
+
+    def answer(self, reached: Reached, handshake: int) -> Reply:
+        """Tell a handshake of the connection: only claims by those that know of it are carried out over it."""
+        if handshake not in self.answered:
+            self.answered.append(handshake)
+        return Reply(self.peer, structs.replace(reached, handshake=handshake))
 
 
 class Targets:
@@ -96,10 +104,9 @@ class Targets:
         if known is None or known.reached:
             return []
         if isinstance(event, PeerConnected):
-            choice, handshake = event.choice[:4096], known.offer.handshake
-            known.reached = (Reached(event.transport, choice, event.reaches_staging, handshake),)
-            known.answered.add(handshake)
-            return [Reply(known.peer, known.reached[0])]
+            reached = Reached(event.transport, event.choice[:4096], event.reaches_staging)
+            known.reached = (reached,)
+            return [known.answer(reached, known.offer.handshake)]
         error = TransferError(Reason.UNREACHABLE, "no transport reaches the target", found=event.error)
         return [self._forget(known.offer.party), *refuse(known.peer, error)]
 

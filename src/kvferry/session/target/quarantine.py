@@ -103,10 +103,12 @@ class PendingAborts:
     def _asked(self, peer: PeerKey, claim_id: str) -> Iterator[_PendingAbort]:
         """What this peer may acknowledge: also what was claimed when it was met at another address."""
         source = self._peers[peer].source if peer in self._peers else None
-        for key, pending in self._open.items():
-            is_same = key.peer == peer or (source is not None and source == pending.access)
-            if is_same and key.claim_id == claim_id:
-                yield pending
+        if source in self._peers.withheld:
+            for key, pending in self._open.items():
+                if key.claim_id == claim_id and (key.peer == peer or pending.access == source):
+                    yield pending
+        elif own := self._open.get(ReadKey(claim_id, peer)):
+            yield own
 
     def gone(self, peer: PeerKey, now: float) -> None:
         """The process of a peer has ended."""
@@ -226,7 +228,8 @@ class Quarantine:
             # Aborts reconnect to a lost peer: disconnect it after the last, even if a late message has ended the read.
             if was_exposed and key.peer not in self._peers and not self._aborts.awaits(key.peer):
                 yield c.Disconnect(key.peer)
-        yield from self._peers.admit(self._aborts.withheld, now)
+        if self._peers.withheld:
+            yield from self._peers.admit(self._aborts.withheld, now)
 
     def revoke(self, access: Party) -> Iterator[c.Command]:
         """Take a source's access, and end the quarantine that waited for it."""

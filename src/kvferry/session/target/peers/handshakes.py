@@ -256,12 +256,17 @@ class Handshakes:
         elif state is PeerState.WELCOMED:
             yield Send(peer.key, m.OfferRequest(ours.party))
         elif state is PeerState.OFFERING or (state is PeerState.CONNECTING and peer.direction is Direction.WRITE):
-            # A source whose transport copies with its own processors can gather into our slots just as well.
-            staging = ours.staging_descriptor if peer.costs.gathers_into_peer else b""
-            if peer.source is not None and peer.source not in self.withheld:
-                memory = ours.transports, ours.probe, staging
-                offer = m.TargetOffer(ours.party, ours.layouts, *memory, peer.handshake)
-                yield Send(peer.key, offer, access=peer.source)
+            yield from self._offer(peer)
+
+    def _offer(self, peer: Peer) -> Iterator[Send]:
+        """Our memory, unless it is withheld from the source for now."""
+        if peer.source in self.withheld:
+            return
+        # A source whose transport copies with its own processors can gather into our slots just as well.
+        staging = self._ours.staging_descriptor if peer.costs.gathers_into_peer else b""
+        memory = self._ours.transports, self._ours.probe, staging
+        offer = m.TargetOffer(self._ours.party, self._ours.layouts, *memory, peer.handshake)
+        yield Send(peer.key, offer, access=peer.source)
 
 
 def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:

@@ -83,9 +83,9 @@ class Read:
     (write), or both. With another `strategy` than direct, they go through the slots of `pipeline`, which is there once
     the source has granted the claim; `plans` has what is planned before that. `subject` is what is digested, `extracts`
     where it lies here, once it `is_prepared`, and `ours` and `theirs` are the digests. With `is_confirmed` a source
-    that writes has confirmed the read before all bytes were in their blocks. `access` is whose access it is
-    written by, where that can be revoked. `granted_at` is when the claim was
-    granted, `progressed_at` when the read last made progress, and `moved_at` when it did or had a reason to wait.
+    that writes has confirmed the read before all bytes were in their blocks. `access` is whose access it is written by,
+    where that can be revoked. `granted_at` is when the claim was granted, `progressed_at` when the read last made
+    progress, and `moved_at` when it did or had a reason to wait.
     """
 
     machine: StateMachine
