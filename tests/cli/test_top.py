@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import socket
 import sys
 import threading
@@ -15,7 +16,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvferry.cli import main
-from kvferry.cli.http_get import get
 from kvferry.cli.scrape import reading_of
 from kvferry.cli.top import watch as command
 from kvferry.cli.top.command import TopOptions
@@ -216,11 +216,12 @@ def test_neither_is_what_speaks_no_http_or_ends_amid_its_answer(said):
         thread.join(20)
 
 
-async def test_no_proxy_is_asked_for_a_fleet(monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
+async def test_no_proxy_is_asked_for_a_fleet():
     async with cluster([], [decode_engine()]) as c:
-        assert await asyncio.to_thread(get, f"{c.decode[0].url}/health", 5.0) is not None
+        words = f"from kvferry.cli.http_get import get; get({c.decode[0].url + '/health'!r}, 20.0)"
+        environment = os.environ | {"http_proxy": "http://127.0.0.1:9"}
+        asking = await asyncio.create_subprocess_exec(sys.executable, "-c", words, env=environment)
+        assert await asking.wait() == 0
 
 
 def test_what_is_no_url_is_said_to_be_none():

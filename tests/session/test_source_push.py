@@ -355,6 +355,12 @@ def test_an_older_offer_of_the_same_access_is_answered_as_well(source):
     )
 
 
+def test_an_older_offer_does_not_let_another_one_take_its_place(source):
+    newer = msgspec.structs.replace(OFFER, handshake=3)
+    void = msgspec.structs.replace(OFFER, transports=NEW_ACCESS, handshake=1)
+    play(source, [*MET, (1, said(newer), [Reply]), (1, said(OFFER), [Reply]), (1, said(void), [])])
+
+
 def test_a_handshake_gives_one_access(source):
     other = msgspec.structs.replace(OFFER, transports=NEW_ACCESS)
     assert reason(play(source, [*MET, (1, said(other), [Reply, Count])])) == "malformed"

@@ -149,7 +149,8 @@ def test_what_it_said_of_an_earlier_handshake_means_nothing():
     play(target, [*granted(), (0.6, GONE, LOST), (0.7, CLEAN, [Disconnect(PEER)])])
     offer = met_again(target)
     play(target, [(7.3, answer(OFFER), [Send(PEER, offer, access=SOURCE)]), (7.4, answer(OVER_TCP), [])])
-    play(target, [(7.5, answer(structs.replace(OVER_TCP, handshake=1)), [Send])])
+    (claim,) = target.handle(answer(structs.replace(OVER_TCP, handshake=1)), 7.5)
+    assert claim.message.handshake == 1
 
 
 ELSEWHERE = PeerKey("tcp://[::1]:1", "p0", "epoch-1")
@@ -209,7 +210,29 @@ def test_what_cannot_be_revoked_is_acknowledged_meanwhile():
     commands = [command for now in range(8, 16) for command in target.handle(Tick(), float(now))]
     assert BlocksReleased("q2") in commands
     assert FREE not in commands
-    assert FREE in target.handle(CLEAN, 15.2)
+    third = replace(WANTED, request_id="q3")
+    play(target, [(16.0, third, [HELLO]), (16.1, answer(WELCOME), [Send]), (16.2, answer(OFFER), [])])
+    assert FREE in target.handle(CLEAN, 16.3)
+
+
+def test_access_that_is_revoked_is_revoked_once():
+    """Whoever is lost again before it has acknowledged had none."""
+    target = pushing()
+    play(target, granted())
+    assert REVOKED in fall_silent(target)
+    play(target, [(7.1, AGAIN, [HELLO])])
+    again = target.handle(GONE, 7.2)
+    assert Disconnect(PEER) in again
+    assert REVOKED not in again
+
+
+def test_a_source_that_has_written_all_keeps_its_access():
+    """Whatever becomes of the request: nothing of it is under way."""
+    target = pushing()
+    play(target, [*granted(), (0.5, answer(m.Written("q1", 1536, 12)), [])])
+    play(target, [(0.6, AbortRequest("q1"), [Count, FetchFailed, ABORT, FREE])])
+    unmet = m.Refusal(m.Reason.UNREACHABLE, "the target has not been reached", "", "", "")
+    play(target, [(0.7, answer(unmet), [Disconnect(PEER)])])
 
 
 def test_a_wait_for_access_is_not_a_handshake_that_takes_long():

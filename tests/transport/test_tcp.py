@@ -125,12 +125,15 @@ def own_descriptor(world: World, peer: str) -> TcpDescriptor:
     return msgspec.msgpack.decode(transport.descriptor_for(peer, transport.descriptor()), type=TcpDescriptor)
 
 
-def test_a_connection_has_one_key(world: World) -> None:
+@pytest.mark.parametrize("whose_proof", ["its own", "the first one's"])
+def test_a_connection_has_one_key(world: World, whose_proof: str) -> None:
     descriptors = [own_descriptor(world, peer) for peer in ("one", "other")]
     row = columns((world.far.address(0, 0), 64))
     with socket.create_connection(("127.0.0.1", descriptors[0].port), timeout=20) as sock:
         challenge = challenged(sock)
         first, second = (signed(frame(request(PROOF, "read", 1), row), each, challenge) for each in descriptors)
+        if whose_proof != "its own":
+            second = first.replace(descriptors[0].key_id, descriptors[1].key_id)
         sock.sendall(first)
         said = b""
         while not said.endswith(world.far.views[0][:64].tobytes()):
@@ -141,10 +144,30 @@ def test_a_connection_has_one_key(world: World) -> None:
     wait_for(lambda: rejected(world) == 1)
 
 
-def test_what_a_revoked_peer_is_sending_does_not_arrive(world: World) -> None:
-    """It had begun with a valid key, and goes on as a process does that was stopped."""
+def test_the_connections_of_a_revoked_peer_end() -> None:
+    """At once, also those that rest or wait for its bytes."""
+    world = World(lambda: TcpTransport(stall_timeout_s=60.0))
+    transport, descriptor = world.far.transport, own_descriptor(world, "lost")
+    assert isinstance(transport, TcpTransport)
+    with socket.create_connection(("127.0.0.1", descriptor.port), timeout=20) as sock:
+        announced = frame(request(PROOF, "write", 1), columns((world.far.address(0, 0), 64)))
+        sock.sendall(signed(announced, descriptor, challenged(sock)) + b"\xff" * 32)
+        assert b"reply" in sock.recv(1 << 16)
+        transport.revoke("lost")
+        with suppress(ConnectionError):
+            assert sock.recv(1) == b""
+    world.close()
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_what_a_revoked_peer_is_sending_does_not_arrive(
+    world: World, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+) -> None:
+    """It had begun with a valid key, and goes on as a process does that was stopped: perhaps too fast to be stopped."""
     transport = world.far.transport
     assert isinstance(transport, TcpTransport)
+    if not is_interrupted:
+        monkeypatch.setattr(Connection, "interrupt", lambda self: None)
     descriptor, before = own_descriptor(world, "stopped"), world.far.views[0].copy()
     with socket.create_connection(("127.0.0.1", descriptor.port), timeout=20) as sock:
         challenge = challenged(sock)
