@@ -250,13 +250,9 @@ class EventLoop:
                 self.staging.stage(command)
 
     def _send(self, command: c.Send) -> None:
-        peer, message = command.peer, command.message
+        peer, message = command.peer, self._with_access(command)
         if command.is_anew:
             self.control.forget(peer)
-        if command.access is not None and isinstance(message, TargetOffer):
-            message = structs.replace(
-                message, transports=self.transports.with_access(message.transports, command.access)
-            )
         frame = encode(message)
         if len(frame) <= MAX_REQUEST_BYTES or not isinstance(message, Claim):
             self._sent(self.control.send(peer, frame), message)
@@ -265,6 +261,12 @@ class EventLoop:
         what, found, expected = "the claim is too long to be sent", f"{len(frame)} bytes", f"{MAX_REQUEST_BYTES} bytes"
         refusal = Refusal(Reason.OUT_OF_RANGE, what, found, f"at most {expected}", message.claim_id)
         self._feed_target(e.AnswerArrived(peer, refusal))
+
+    def _with_access(self, command: c.Send) -> Message:
+        message, source = command.message, command.access
+        if source is None or not isinstance(message, TargetOffer):
+            return message
+        return structs.replace(message, transports=self.transports.with_access(message.transports, source))
 
     def _sent(self, queued: bool, message: Message) -> None:
         """Count a message that a full queue has dropped. The session repeats what is not answered."""

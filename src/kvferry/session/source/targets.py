@@ -44,6 +44,20 @@ class _Target:
     programs: tuple[Program, ...] = ()
     bundles: tuple[Bundle, ...] = ()
 
+    def check(self, offer: TargetOffer) -> None:
+        """Raises TransferError for an offer that contradicts this one. How the target's memory is reached, and whether
+        we may attach its staging memory, is decided in each handshake."""
+        decided = {"staging": offer.staging, "transports": offer.transports, "handshake": offer.handshake}
+        gives_two = offer.handshake == self.offer.handshake and offer.transports != self.offer.transports
+        if gives_two or structs.replace(self.offer, **decided) != offer:
+            raise TransferError(Reason.MALFORMED, "two different offers of one target rank", found=str(offer.party))
+
+    def is_reached_by(self, offer: TargetOffer, is_busy: bool) -> bool:
+        """Whether the present connection is what an offer asks for. A newer one may judge otherwise whether we are near
+        its slots, but not while the target is written to."""
+        is_settled = is_busy or offer.handshake < self.offer.handshake or offer.staging == self.offer.staging
+        return offer.transports == self.offer.transports and is_settled
+
     def repeated(self, peer: str, handshake: int, now: float) -> list[Command]:
         """The answer to an offer of what is known, if there is one already."""
         self.peer, self.last_heard = peer, now
@@ -75,18 +89,12 @@ class Targets:
         """Connect to a target that wants to be written to; repeat the answer to a repeated offer, and give none to an
         older one. Raises TransferError for an offer that makes no sense, or when there are too many targets."""
         if known := self._known.get(offer.party):
-            is_met_anew = offer.transports != known.offer.transports
-            if is_met_anew and offer.handshake < known.offer.handshake:
+            known.check(offer)
+            if known.is_reached_by(offer, offer.party in busy):
+                return known.repeated(peer, offer.handshake, now)
+            if offer.handshake < known.offer.handshake:
                 # It came late: its access is void.
                 return []
-            # How its memory is reached, and whether we may attach its staging memory, is decided in each handshake.
-            decided = {"staging": offer.staging, "transports": offer.transports, "handshake": offer.handshake}
-            is_changed = structs.replace(known.offer, **decided) != offer
-            if is_changed or (is_met_anew and offer.handshake == known.offer.handshake):
-                raise TransferError(Reason.MALFORMED, "two different offers of one target rank", found=str(offer.party))
-            is_older = offer.handshake < known.offer.handshake
-            if not is_met_anew and (is_older or offer.staging == known.offer.staging or offer.party in busy):
-                return known.repeated(peer, offer.handshake, now)
         if offer.party.rank >= len(offer.layouts):
             found = f"rank {offer.party.rank} of {len(offer.layouts)}"
             raise TransferError(Reason.MALFORMED, "an offer of a rank without a layout", found=found)
