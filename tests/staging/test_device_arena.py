@@ -50,7 +50,9 @@ def test_it_is_freed_unless_a_peer_may_still_write_to_it(where, kept, may_be_wri
 
 
 def test_too_little_memory_is_an_error_that_says_what_to_do(where, kept):
-    with pytest.raises(TransportError, match=r"of abacus memory for staging; .*hint: .*staging_memory to 'host'"):
+    with pytest.raises(
+        TransportError, match=r"of abacus memory for staging; .*hint: .*staging_memory \(--staging-memory\) to 'host'"
+    ):
         device_arena(1 << 56, where, "abacus")
 
 

@@ -109,7 +109,7 @@ def test_staging_memory_lies_on_a_device_that_is_its_own_buffer_device(device, b
     if device == buffer_device != "cpu":
         check_staging(device, buffer_device, StagingMemory.DEVICE)
         return
-    with pytest.raises(ConfigurationError, match=r"hint: set staging_memory to 'host'") as caught:
+    with pytest.raises(ConfigurationError, match=r"hint: set staging_memory \(--staging-memory\) to 'host'") as caught:
         check_staging(device, buffer_device, StagingMemory.DEVICE)
     assert f"device {device!r}, buffer device {buffer_device!r}" in caught.value.found
 
