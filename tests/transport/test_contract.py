@@ -20,7 +20,7 @@ from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.nixl.transport import NixlTransport
 from kvferry.transport.selection.self_test import Probe, fill_probe, measure
 from kvferry.transport.shm.transport import SharedMemoryTransport
-from kvferry.transport.tcp import client, server
+from kvferry.transport.tcp import client
 from kvferry.transport.tcp.transport import TcpTransport
 
 
@@ -50,9 +50,8 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "nixl":
         pytest.importorskip("nixl_cu13")
     if request.param == "tcp-divided":
-        # What as a rule only happens with long tickets and long rows happens with all.
+        # What as a rule only happens with long tickets happens with all.
         monkeypatch.setattr(client, "MIN_SHARE_BYTES", 1)
-        monkeypatch.setattr(server, "LONG_ROW_BYTES", 1)
     made = World(FACTORIES[request.param]())
     yield made
     made.close()

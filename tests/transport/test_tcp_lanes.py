@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext, suppress
 from queue import SimpleQueue
 
 import numpy as np
@@ -35,7 +32,7 @@ from kvferry.errors import TransportError, WireError
 from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.world import Row, World, expect_copied
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.registered_memory import LocatedRows, View
+from kvferry.transport.io_vectors import MAX_VECTORS, RowStream
 from kvferry.transport.tcp import client, connection, server
 from kvferry.transport.tcp.client import NUM_LANES, PeerClient
 from kvferry.transport.tcp.connection import CHUNK_BYTES
@@ -58,9 +55,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def transfer(lengths: list[int]) -> Transfer:
-    length = np.array(lengths, np.int64)
-    numbers = np.arange(len(lengths), dtype=np.int64)
-    return Transfer(Ticket(1), Direction.READ, LocatedRows((), numbers, numbers), numbers.astype(np.uint64), length)
+    numbers = np.arange(len(lengths), dtype=np.uint64)
+    return Transfer(Ticket(1), Direction.READ, numbers, numbers, np.array(lengths, np.uint64))
 
 
 def answer_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +74,7 @@ def answer_together(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shares_are_all_rows_in_their_order_and_none_is_much_longer(lengths: list[int]) -> None:
     shares = client._divided(transfer(lengths), NUM_LANES)
     assert [row for share in shares for row in share.remote.tolist()] == list(range(len(lengths)))
-    assert [row for share in shares for row in share.local.offset.tolist()] == list(range(len(lengths)))
+    assert [row for share in shares for row in share.local.tolist()] == list(range(len(lengths)))
     total = sum(lengths)
     assert len(shares) == max(1, min(NUM_LANES, total // client.MIN_SHARE_BYTES))
     assert all(abs(int(share.length.sum()) - total / len(shares)) <= 2 * max(lengths) for share in shares)
@@ -126,7 +122,7 @@ def test_when_one_share_fails_its_ticket_ends_once_all_have(monkeypatch: pytest.
     """With the first error, and what has not been asked for is not asked for any more."""
     failed, others, skipped = threading.Event(), threading.Barrier(NUM_LANES), []
 
-    def move(self: Lane, share: Transfer, staging: View, is_over: Callable[[], str]) -> str:
+    def move(self: Lane, share: Transfer, is_over: Callable[[], str]) -> str:
         others.wait(WAIT_S)
         if share.remote[0] == 0:
             raise TransportError("the first error")
@@ -182,30 +178,6 @@ def test_a_lane_that_waits_for_its_connection_holds_up_nothing(monkeypatch: pyte
         asked.submit(transfer([100] * 8))
         assert ended.get(timeout=WAIT_S) == Completion(Ticket(1), "")
     given_up.set()
-    stop(asked)
-
-
-def test_a_lane_without_memory_to_copy_through_leaves_its_work_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    moving, memory = threading.Event(), client.scratch_memory
-
-    def scratch() -> View:
-        if moving.is_set():
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        return memory()
-
-    def move(self: Lane, *_: object) -> str:
-        moving.set()
-        wait_for(lambda: len(asked._working) == 1)
-        return ""
-
-    monkeypatch.setattr(client, "scratch_memory", scratch)
-    asked, ended = scripted(monkeypatch, move)
-    monkeypatch.setattr(Lane, "is_connected", False)
-    asked.submit(transfer([100]))
-    assert moving.wait(WAIT_S)
-    monkeypatch.setattr(Lane, "is_connected", True)
-    asked.submit(transfer([100] * 8))
-    assert [ended.get(timeout=WAIT_S).error for _ in range(2)] == ["", ""]
     stop(asked)
 
 
@@ -307,8 +279,8 @@ def asking(serving: tuple[TcpTransport, np.ndarray]) -> Iterator[Callable[[list[
         sock.close()
 
 
-@pytest.mark.parametrize("row_bytes", [server.LONG_ROW_BYTES, 3 * server.LONG_ROW_BYTES + 5, CHUNK_BYTES])
-def test_long_rows_are_sent_as_they_lie_in_any_portions(serving, asking, row_bytes: int) -> None:
+@pytest.mark.parametrize("row_bytes", [100, 4096, 12_293, CHUNK_BYTES])
+def test_rows_are_sent_as_they_lie_in_any_portions(serving, asking, row_bytes: int) -> None:
     _, memory = serving
     starts = np.random.default_rng(2).permutation(min(600, memory.nbytes // row_bytes)) * row_bytes
     sock = asking([(int(start), row_bytes) for start in starts])
@@ -361,31 +333,46 @@ def test_a_slow_peer_is_none_that_takes_nothing(monkeypatch: pytest.MonkeyPatch,
 
         monkeypatch.setattr(connection.select, "poll", Untold)
         sending = connection.Connection(listener.accept()[0], STALL_S)
-        rest = partial(left_of, memory)
+        rows = RowStream(*(np.array([number], np.uint64) for number in (memory.ctypes.data, memory.nbytes)))
         with nullcontext() if is_slow else pytest.raises(TimeoutError, match="the peer took nothing for 2 s"):
-            sending.send_rows(memory.nbytes, rest)
+            sending.send_rows(rows)
         sending.close()
 
 
-@contextmanager
-def left_of(memory: np.ndarray, num_sent: int) -> Iterator[list[memoryview]]:
-    yield [memory.data[num_sent:]]
-
-
-def test_more_rows_than_one_call_takes_are_sent_in_several() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+def test_more_rows_than_one_call_takes_come_in_several() -> None:
+    """In portions that cut rows, and to where they lie."""
+    rng = np.random.default_rng(4)
+    source = rng.integers(0, 256, 8 * CHUNK_BYTES, np.uint8)
+    target = np.zeros_like(source)
+    length = rng.integers(1, 600, 9 * MAX_VECTORS).astype(np.uint64)
+    begin = np.cumsum(length) - length
+    order = rng.permutation(len(length))
+    sent, received = (RowStream(begin[order] + np.uint64(each.ctypes.data), length[order]) for each in (source, target))
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
         sending = connection.Connection(listener.accept()[0], STALL_S)
-        rows = [memoryview(bytes([number % 251])) for number in range(3 * connection.MAX_PARTS)]
-        sending.send_rows(len(rows), lambda num_sent: nullcontext(rows[num_sent:]))
-        assert sock.recv(len(rows), socket.MSG_WAITALL) == b"".join(rows)
+        receiving = connection.Connection(other, STALL_S)
+        with ThreadPoolExecutor(1) as pool:
+            all_sent = pool.submit(sending.send_rows, sent)
+            receiving.receive_rows(received)
+            all_sent.result(WAIT_S)
         sending.close()
+    num_bytes = int(length.sum())
+    assert np.array_equal(source[:num_bytes], target[:num_bytes])
+    assert not target[num_bytes:].any()
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
-def test_what_is_left_of_rows_are_their_last_bytes(lengths: list[int], data: st.DataObject) -> None:
-    memory, sizes = np.arange(200, dtype=np.uint8), np.array(lengths, np.int64)
-    starts = np.array([data.draw(st.integers(0, 190)) for _ in lengths], np.int64)
-    skip = data.draw(st.integers(0, int(sizes.sum()) - 1))
-    rows = LocatedRows((memory,), np.zeros(len(sizes), np.int64), starts)
-    whole = b"".join(memory[a : a + n].tobytes() for a, n in zip(starts.tolist(), lengths, strict=True))
-    assert b"".join(server._memory_of(rows, sizes, skip)) == whole[skip:]
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_peer_of_which_nothing_more_comes_ends_the_wait(ends: bool) -> None:
+    """Whether it has closed the connection or not."""
+    memory = np.zeros(100, np.uint8)
+    rows = RowStream(np.array([memory.ctypes.data], np.uint64), np.array([100], np.uint64))
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        receiving = connection.Connection(listener.accept()[0], 0.2)
+        other.sendall(b"\xff" * 99)
+        if ends:
+            other.shutdown(socket.SHUT_WR)
+        error, what = (ConnectionResetError, "closed") if ends else (TimeoutError, r"the peer sent nothing for 0\.2 s")
+        with pytest.raises(error, match=what):
+            receiving.receive_rows(rows)
+        receiving.close()
+    assert memory.tolist() == [0xFF] * 99 + [0]

@@ -24,23 +24,19 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
-from kvferry.plan.programs.copies import Column, Copies
+from kvferry.plan.programs.copies import Copies
 from kvferry.system import hint_for, os_error_text
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import Natural, Origin, check_same, check_size, decode, origin_here
+from kvferry.transport.io_vectors import MAX_VECTORS, Vectors, vectors_of
 from kvferry.transport.posting import Posting, connected
 from kvferry.transport.registered_memory import MAX_REGIONS, Regions, Registry
 from kvferry.transport.rowcopy.copy_queue import CopyQueue
 
-# The kernel takes no more rows in one call.
-MAX_ROWS: Final = 1024
 # One call copies no more bytes than this, and no row is longer.
 CALL_BYTES: Final = 4 << 20
 START_FIELD: Final = 19
 """The field of /proc/<pid>/stat that says when a process was started, counted from behind the command's name."""
-
-Vectors = NDArray[np.uint64]
-"""What the kernel calls iovec: N x 2, address and length."""
 
 
 class CrossMemoryDescriptor(msgspec.Struct, frozen=True, tag="cma-1"):
@@ -134,7 +130,9 @@ class CrossMemoryTransport:
         known = connected(self._peers, peer)
         posting = Posting(peer, self._registry.regions, known.regions, copies, direction)
         local, remote, length = posting.columns(CALL_BYTES)
-        return self._queue.submit(peer, self._copy(known, direction, _vectors(local, length), _vectors(remote, length)))
+        return self._queue.submit(
+            peer, self._copy(known, direction, vectors_of(local, length), vectors_of(remote, length))
+        )
 
     def cancel(self, ticket: Ticket) -> None:
         self._queue.drop(lambda job: job.ticket == ticket, "cancelled")
@@ -156,7 +154,7 @@ class CrossMemoryTransport:
         or brings less than it was asked for."""
         call, first = self._calls[direction], 0
         while first < len(local):
-            part = slice(first, first + _num_rows(local[first : first + MAX_ROWS, 1]))
+            part = slice(first, first + _num_rows(local[first : first + MAX_VECTORS, 1]))
             first = part.stop
             if direction is Direction.WRITE:
                 peer.check_alive()
@@ -172,8 +170,8 @@ class CrossMemoryTransport:
             return
         scratch = np.zeros(1, np.uint8)
         length = np.ones(1, np.uint64)
-        local = _vectors(np.array([scratch.ctypes.data], np.uint64), length)
-        remote = _vectors(peer.regions.address[:1], length)
+        local = vectors_of(np.array([scratch.ctypes.data], np.uint64), length)
+        remote = vectors_of(peer.regions.address[:1], length)
         try:
             for _ in self._copy(peer, Direction.READ, local, remote):
                 pass
@@ -183,10 +181,6 @@ class CrossMemoryTransport:
                 found=f"process {peer.pid}: {error.what}",
                 hint="run both as the same user and set kernel.yama.ptrace_scope to 0, or use shm, tcp or nixl",
             ) from error
-
-
-def _vectors(address: Column, length: Column) -> Vectors:
-    return np.ascontiguousarray(np.stack([address, length], axis=1))
 
 
 def _copied(call: _Call, peer: _Peer, local: Vectors, remote: Vectors) -> int:

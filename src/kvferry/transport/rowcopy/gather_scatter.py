@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvferry.errors import TransportError
+from kvferry.plan.programs.copies import Column
 from kvferry.plan.programs.tiles import Tile, rows_of
 from kvferry.transport.registered_memory import LocatedRows, Offsets, Regions, View
 from kvferry.transport.rowcopy.copier import current
@@ -58,7 +59,7 @@ def scatter(buffer: View, target: LocatedRows, length: Offsets) -> None:
         pass
 
 
-def stream_chunks(length: Offsets, chunk_bytes: int) -> Iterator[slice]:
+def stream_chunks(length: Offsets | Column, chunk_bytes: int) -> Iterator[slice]:
     """Cut rows into runs of about `chunk_bytes`: less than that plus one row."""
     start = np.cumsum(length) - length
     number = start // chunk_bytes

@@ -20,8 +20,6 @@ import numpy as np
 from kvferry.errors import FerryError, TransportError
 from kvferry.system import os_error_text
 from kvferry.transport.base import Completion, Ticket
-from kvferry.transport.registered_memory import View
-from kvferry.transport.tcp.connection import scratch_memory
 from kvferry.transport.tcp.lane import Lane, PeerAddress, Transfer
 
 NUM_LANES: Final = 4
@@ -122,20 +120,17 @@ class PeerClient:
             self._threads[lane], self._working[lane] = thread, False
 
     def _work(self, lane: Lane) -> None:
-        is_first = lane is self._lanes[0]
         try:
-            staging = scratch_memory()
-            if not is_first:
+            if lane is not self._lanes[0]:
                 lane.connect()
             while (transfer := self._next(lane)) is not None:
-                self._end(transfer.ticket, self._moved(lane, transfer, staging))
+                self._end(transfer.ticket, self._moved(lane, transfer))
         except Exception as error:  # noqa: BLE001 - the top of a thread: tickets must not wait for it
-            reason = f"no memory for tcp to copy through: {os_error_text(error)}" if is_first else str(error)
             with self._changed:
                 self._leave(lane)
                 self._alone_until = time.monotonic() + RETRY_S
                 if not self._working:
-                    self._end_waiting(self._stopped or reason)
+                    self._end_waiting(self._stopped or str(error))
 
     def _next(self, lane: Lane) -> Transfer | None:
         """What is to be moved. None, and the thread is to end, when there has been nothing for a while, or the
@@ -154,10 +149,10 @@ class PeerClient:
         if self._stopped or lane is not self._lanes[0]:
             lane.disconnect()
 
-    def _moved(self, lane: Lane, transfer: Transfer, staging: View) -> str:
+    def _moved(self, lane: Lane, transfer: Transfer) -> str:
         """The error of a share, or nothing."""
         try:
-            return lane.move(transfer, staging, lambda: self._over(transfer.ticket))
+            return lane.move(transfer, lambda: self._over(transfer.ticket))
         except TransportError as error:
             return str(error)  # A refusal. The connection is still usable.
         except (OSError, FerryError) as error:
@@ -198,6 +193,6 @@ def _divided(transfer: Transfer, num_lanes: int) -> list[Transfer]:
     num_shares = min(num_lanes, num_bytes // MIN_SHARE_BYTES)
     if num_shares < 2:
         return [transfer]
-    inner = np.searchsorted(end, np.arange(1, num_shares) * (num_bytes // num_shares)) + 1
+    inner = np.searchsorted(end, np.arange(1, num_shares, dtype=np.uint64) * np.uint64(num_bytes // num_shares)) + 1
     edges = np.unique([0, *inner.tolist(), len(end)]).tolist()
     return [transfer.subset(slice(first, stop)) for first, stop in pairwise(edges)]

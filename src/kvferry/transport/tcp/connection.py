@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import mmap
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Annotated, Final, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from kvferry.errors import WireError
 from kvferry.system import keep_alive
+from kvferry.transport import io_vectors
 from kvferry.transport.base import Direction
-from kvferry.transport.registered_memory import View
+from kvferry.transport.io_vectors import RowStream, Vectors
 
 KEY_BYTES = 16
 KEY_ID_BYTES = 16
@@ -28,7 +27,7 @@ CHALLENGE_BYTES = 16
 PROOF_BYTES = 32
 # One request may name this many rows; a longer ticket is several requests.
 MAX_ROWS = 64 << 10
-# Bytes are sent and received in regions of about this size, and no row of a request is longer.
+# Rows are sent and received in chunks of about this size, and no row of a request is longer.
 CHUNK_BYTES = 1 << 20
 
 _MAGIC = b"KVF1"
@@ -36,11 +35,8 @@ _HEADER = struct.Struct(">4sI")
 _MAX_FRAME_BYTES = 4096
 _COUNT = Annotated[int, Meta(ge=1, le=MAX_ROWS)]
 
-# The kernel takes no more in one call.
-MAX_PARTS: Final = 1024
-
-Rest = Callable[[int], AbstractContextManager[Sequence[memoryview]]]
-"""What is left of some rows after so many bytes, which stays where it is while the context is held."""
+Held = Callable[[], AbstractContextManager[None]]
+"""What to hold while rows are copied from or to a socket."""
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
@@ -89,6 +85,7 @@ class Connection:
     def __init__(self, sock: socket.socket, stall_timeout_s: float) -> None:
         self._socket = sock
         self._stall_timeout_s = stall_timeout_s
+        self._woken_at = 1
         sock.setblocking(True)
         limit = struct.pack("ll", int(stall_timeout_s), int(stall_timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -105,43 +102,78 @@ class Connection:
         except BlockingIOError as error:
             raise self._stalled("took") from error
 
-    def send_rows(self, num_bytes: int, rest: Rest) -> None:
-        """Send so many bytes from where they lie, and hold them in no call that waits for the peer.
+    def send_rows(self, rows: RowStream, held: Held = nullcontext) -> None:
+        """Send them from where they lie, and hold them in no call that waits for the peer.
 
-        Raises OSError when it is gone or takes nothing for too long, and what `rest` raises.
+        Raises OSError when it is gone or takes nothing for too long, and what `held` raises.
         """
         poller = select.poll()
         poller.register(self._socket, select.POLLOUT)
         num_sent, is_writable = 0, True
-        while num_sent < num_bytes:
-            with rest(num_sent) as rows:
-                moved = self._send_now(rows[:MAX_PARTS])
+        while num_sent < rows.num_bytes:
+            with held():
+                moved = self._send_now(rows.rest(num_sent))
             num_sent += moved
             # Of a socket with a large buffer the kernel says late that there is room again.
             if not moved and not is_writable:
                 raise self._stalled("took")
-            is_writable = num_sent == num_bytes or bool(poller.poll(self._stall_timeout_s * 1000))
+            is_writable = num_sent == rows.num_bytes or bool(poller.poll(self._stall_timeout_s * 1000))
 
-    def _send_now(self, rows: Sequence[memoryview]) -> int:
-        """How many bytes of these, one after another, the system took without waiting."""
+    def _send_now(self, vectors: Vectors) -> int:
+        """How many bytes of these the system took without waiting."""
         try:
-            return self._socket.sendmsg(rows, (), socket.MSG_DONTWAIT)
+            return io_vectors.send(self.fileno(), vectors, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
     def receive_into(self, view: memoryview) -> None:
         """Fill `view`. Raises OSError when the peer is gone or the bytes do not come in time."""
-        deadline = time.monotonic() + self._stall_timeout_s
-        while len(view):
+
+        def receive(done: int) -> int:
+            return self._socket.recv_into(view[done:], len(view) - done, socket.MSG_WAITALL)
+
+        self._receive_all(len(view), receive)
+
+    def receive_rows(self, rows: RowStream, held: Held = nullcontext) -> None:
+        """Receive them to where they lie, and hold that in no call that waits for the peer.
+
+        Raises OSError like `receive_into`, and what `held` raises.
+        """
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+
+        def receive(done: int) -> int:
+            self._wake_at(rows.num_bytes - done)
+            poller.poll(self._stall_timeout_s * 1000)
+            with held():
+                return io_vectors.receive(self.fileno(), rows.rest(done), socket.MSG_DONTWAIT)
+
+        try:
+            self._receive_all(rows.num_bytes, receive)
+        finally:
+            self._wake_at(1)
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """Have the kernel say that something came once so many bytes did, or as many as it has room for."""
+        if num_bytes != self._woken_at:
+            # A system without this option says so of less, which only costs time.
+            with suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._woken_at = num_bytes
+
+    def _receive_all(self, num_bytes: int, receive: Callable[[int], int]) -> None:
+        """Call `receive` with the number of bytes that have come, until all have."""
+        deadline, done = time.monotonic() + self._stall_timeout_s, 0
+        while done < num_bytes:
             try:
-                received = self._socket.recv_into(view, len(view), socket.MSG_WAITALL)
+                received = receive(done)
             except BlockingIOError as error:
                 raise self._stalled("sent") from error
             if not received:
                 raise ConnectionResetError("the peer closed the connection")
-            view = view[received:]
+            done += received
             # A peer that drips byte by byte is as stalled as one that sends nothing.
-            if len(view) and time.monotonic() >= deadline:
+            if done < num_bytes and time.monotonic() >= deadline:
                 raise self._stalled("sent")
 
     def wait_readable(self) -> bool:
@@ -206,11 +238,6 @@ class Connection:
 
     def _stalled(self, verb: str) -> TimeoutError:
         return TimeoutError(f"the peer {verb} nothing for {self._stall_timeout_s:g} s")
-
-
-def scratch_memory() -> View:
-    """Room for two chunks, which the kernel has back as soon as nobody uses it: the C library would keep it."""
-    return np.frombuffer(mmap.mmap(-1, 2 * CHUNK_BYTES), np.uint8)
 
 
 def open_connection(address: tuple[str, int], stall_timeout_s: float) -> Connection:

@@ -11,8 +11,8 @@ import numpy as np
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Column
 from kvferry.transport.base import Direction, Ticket
-from kvferry.transport.registered_memory import LocatedRows, Offsets, View
-from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
+from kvferry.transport.io_vectors import RowStream
+from kvferry.transport.rowcopy.gather_scatter import stream_chunks
 from kvferry.transport.tcp.connection import (
     CHALLENGE,
     CHUNK_BYTES,
@@ -40,13 +40,13 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """A share of a ticket: rows of at most CHUNK_BYTES, located in local memory, by address in the peer's."""
+    """A share of a ticket: rows of at most CHUNK_BYTES, by their addresses in this process and in the peer's."""
 
     ticket: Ticket
     direction: Direction
-    local: LocatedRows
+    local: Column
     remote: Column
-    length: Offsets
+    length: Column
 
     def parts(self) -> Iterator[Transfer]:
         """Cut to the size of one request."""
@@ -59,7 +59,12 @@ class Transfer:
 
     def subset(self, rows: slice) -> Transfer:
         """Only these rows."""
-        return Transfer(self.ticket, self.direction, self.local.subset(rows), self.remote[rows], self.length[rows])
+        return Transfer(self.ticket, self.direction, self.local[rows], self.remote[rows], self.length[rows])
+
+    def chunks(self) -> Iterator[RowStream]:
+        """The rows in this process, cut to what is moved at a time."""
+        for rows in stream_chunks(self.length, CHUNK_BYTES):
+            yield RowStream(self.local[rows], self.length[rows])
 
 
 class Lane:
@@ -100,7 +105,7 @@ class Lane:
             self._proof = proof_of(self._address.key, connection.receive_message(CHALLENGE))
         return self._connection
 
-    def move(self, transfer: Transfer, staging: View, is_over: Callable[[], str]) -> str:
+    def move(self, transfer: Transfer, is_over: Callable[[], str]) -> str:
         """Why nothing is left to move, as `is_over` says: nothing once all is moved. It is asked before each request,
         and before each chunk that is read: what else comes of that is not wanted, and the connection ends.
 
@@ -111,43 +116,31 @@ class Lane:
             if reason := is_over():
                 return reason
             connection = self.connect()
-            columns = np.stack((part.remote, part.length.astype(np.uint64))).astype("<u8", copy=False)
+            columns = np.stack((part.remote, part.length)).astype("<u8", copy=False)
             request = Request(self._address.key_id, self._proof, part.direction, len(part.length))
             connection.send_message(request, columns.tobytes())
             _expect_granted(connection)
             if part.direction is Direction.READ:
-                if reason := self._receive(connection, part, staging, is_over):
+                if reason := self._receive(connection, part, is_over):
                     self.disconnect()
                     return reason
             else:
-                self._send(connection, part, staging)
+                self._send(connection, part)
                 _expect_granted(connection)
         return ""
 
-    def _receive(self, connection: Connection, part: Transfer, staging: View, is_over: Callable[[], str]) -> str:
-        for chunk in stream_chunks(part.length, CHUNK_BYTES):
+    def _receive(self, connection: Connection, part: Transfer, is_over: Callable[[], str]) -> str:
+        for chunk in part.chunks():
             if reason := is_over():
                 return reason
-            sizes, side = part.length[chunk], part.local.subset(chunk)
-            num_bytes = int(sizes.sum())
-            if len(sizes) == 1:
-                connection.receive_into(_only_row(side, sizes))
-            else:
-                connection.receive_into(staging.data[:num_bytes])
-                scatter(staging, side, sizes)
-            self.num_moved += num_bytes
+            connection.receive_rows(chunk)
+            self.num_moved += chunk.num_bytes
         return ""
 
-    def _send(self, connection: Connection, part: Transfer, staging: View) -> None:
-        for chunk in stream_chunks(part.length, CHUNK_BYTES):
-            sizes, side = part.length[chunk], part.local.subset(chunk)
-            num_bytes = int(sizes.sum())
-            if len(sizes) == 1:
-                connection.send(_only_row(side, sizes))
-            else:
-                gather(side, sizes, staging)
-                connection.send(staging.data[:num_bytes])
-            self.num_moved += num_bytes
+    def _send(self, connection: Connection, part: Transfer) -> None:
+        for chunk in part.chunks():
+            connection.send_rows(chunk)
+            self.num_moved += chunk.num_bytes
 
     def stop(self, reason: str) -> None:
         """End what moves, and open no connection any more. From any thread."""
@@ -162,11 +155,6 @@ class Lane:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
-
-
-def _only_row(side: LocatedRows, sizes: Offsets) -> memoryview:
-    start = int(side.view_offsets[0])
-    return side.views[int(side.view_index[0])].data[start : start + int(sizes[0])]
 
 
 def _expect_granted(connection: Connection) -> None:

@@ -2,7 +2,7 @@
 
 One thread per connection that is used: a peer that stalls delays no other one, and the expensive steps (copy, send,
 receive) run without the interpreter's lock. A connection over which nothing has been asked for a while waits in a
-selector with all others of that kind, and costs no thread and no memory to copy through.
+selector with all others of that kind, and costs no thread.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from kvferry.errors import ConfigurationError, FerryError, TransportError, WireE
 from kvferry.plan.programs.copies import Column
 from kvferry.system import close_in_children, os_error_text
 from kvferry.transport.base import Direction
+from kvferry.transport.io_vectors import RowStream
 from kvferry.transport.machine.addresses import family_of, resolve
-from kvferry.transport.registered_memory import LocatedRows, Offsets, Registry, View
-from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
+from kvferry.transport.registered_memory import Registry
+from kvferry.transport.rowcopy.gather_scatter import stream_chunks
 from kvferry.transport.tcp.access_keys import AccessKeys
 from kvferry.transport.tcp.connection import (
     CHALLENGE_BYTES,
@@ -36,7 +37,6 @@ from kvferry.transport.tcp.connection import (
     Reply,
     Request,
     proof_of,
-    scratch_memory,
 )
 
 MAX_CONNECTIONS = 4096
@@ -44,8 +44,6 @@ MAX_CONNECTIONS = 4096
 MAX_THREADS = 2048
 BACKLOG = 512
 THIS = "the serving process"
-# Rows of this mean length are sent from where they lie; shorter ones are gathered first, which takes less time then.
-LONG_ROW_BYTES = 4 << 10
 
 
 class RegistrationLock:
@@ -242,15 +240,14 @@ class Server:
 
     def _serve_requests(self, peer: _Peer) -> None:
         """Serve requests until there has been none for a while, or the server ends."""
-        staging = scratch_memory()
         if not peer.key_id:
             peer.connection.send_message(peer.challenge)
         while not self._stopped.is_set() and peer.connection.wait_readable():
-            self._answer(peer, staging)
+            self._answer(peer)
         if not peer.key_id:
             raise WireError("a connection without a request")
 
-    def _answer(self, peer: _Peer, staging: View) -> None:
+    def _answer(self, peer: _Peer) -> None:
         connection = peer.connection
         request = connection.receive_message(REQUEST)
         self._check_key(peer, request)
@@ -262,8 +259,14 @@ class Server:
             connection.send_message(Reply(str(error)[:2048]))
             return
         connection.send_message(Reply(""))
-        serve = self._send if request.direction is Direction.READ else self._receive
-        serve(peer, (address, length), staging)
+        for rows in stream_chunks(length, CHUNK_BYTES):
+            chunk = RowStream(address[rows], length[rows])
+            if request.direction is Direction.READ:
+                connection.send_rows(chunk, partial(self._copying, peer, chunk))
+            else:
+                connection.receive_rows(chunk, partial(self._copying, peer, chunk))
+        if request.direction is Direction.WRITE:
+            connection.send_message(Reply(""))
 
     def _check_key(self, peer: _Peer, request: Request) -> None:
         """Raises WireError when the key is not valid, or another one than that of the connection's first request."""
@@ -276,10 +279,14 @@ class Server:
         peer.key_id = request.key_id
 
     @contextmanager
-    def _copying(self, peer: _Peer) -> Iterator[None]:
-        """Hold this while bytes of a peer are copied. Raises WireError when its key has been revoked meanwhile."""
+    def _copying(self, peer: _Peer, rows: RowStream) -> Iterator[None]:
+        """Hold this while bytes of a peer are copied: none of the rows is unregistered meanwhile.
+
+        Raises WireError when the peer's key has been revoked, TransportError when a row has been unregistered.
+        """
         with self.registration.shared():
             self.keys.secret_of(peer.key_id)
+            self._registry.regions.check(rows.address, rows.length, THIS)
             yield
 
     def _check(self, address: Column, length: Column) -> None:
@@ -291,53 +298,9 @@ class Server:
             )
         self._registry.regions.check(address, length, THIS)
 
-    def _send(self, peer: _Peer, rows: tuple[Column, Column], staging: View) -> None:
-        for address, length, sizes in _chunks(rows):
-            if int(sizes.sum()) >= LONG_ROW_BYTES * len(sizes):
-                peer.connection.send_rows(int(sizes.sum()), partial(self._held, peer, (address, length), sizes))
-                continue
-            # Memory may have been unregistered since the last chunk, so each chunk is checked again.
-            with self._copying(peer):
-                gather(self._registry.regions.located(address, length, THIS), sizes, staging)
-            peer.connection.send(staging.data[: int(sizes.sum())])
-
-    @contextmanager
-    def _held(
-        self, peer: _Peer, rows: tuple[Column, Column], sizes: Offsets, num_sent: int
-    ) -> Iterator[list[memoryview]]:
-        """Yield what is left of rows once `num_sent` bytes are sent. None of it is unregistered meanwhile."""
-        with self._copying(peer):
-            yield _memory_of(self._registry.regions.located(*rows, THIS), sizes, num_sent)
-
-    def _receive(self, peer: _Peer, rows: tuple[Column, Column], staging: View) -> None:
-        for address, length, sizes in _chunks(rows):
-            peer.connection.receive_into(staging.data[: int(sizes.sum())])
-            with self._copying(peer):
-                scatter(staging, self._registry.regions.located(address, length, THIS), sizes)
-        peer.connection.send_message(Reply(""))
-
     def _count_rejected(self) -> None:
         with self._lock:
             self.num_rejected += 1
-
-
-def _chunks(rows: tuple[Column, Column]) -> Iterator[tuple[Column, Column, Offsets]]:
-    address, length = rows
-    sizes = length.astype(np.int64)
-    for chunk in stream_chunks(sizes, CHUNK_BYTES):
-        yield address[chunk], length[chunk], sizes[chunk]
-
-
-def _memory_of(rows: LocatedRows, sizes: Offsets, skip: int) -> list[memoryview]:
-    """The rows without their first `skip` bytes."""
-    first = int(np.searchsorted(np.cumsum(sizes), skip, side="right"))
-    part = slice(first, None)
-    begin = rows.view_offsets[part].copy()
-    stop = begin + sizes[part]
-    begin[0] += skip - int(sizes[:first].sum())
-    views = rows.view_index[part].tolist()
-    memory = {index: rows.views[index].data for index in set(views)}
-    return [memory[i][a:b] for i, a, b in zip(views, begin.tolist(), stop.tolist(), strict=True)]
 
 
 def _receive_columns(connection: Connection, num_rows: int) -> tuple[Column, Column]:

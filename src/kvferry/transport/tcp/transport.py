@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from typing import Annotated, Final
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from kvferry.errors import TransportError
@@ -116,10 +115,9 @@ class TcpTransport:
         started."""
         client, regions = connected(self._peers, peer)
         local, remote, length = Posting(peer, self._registry.regions, regions, copies, direction).columns(CHUNK_BYTES)
-        located = self._registry.regions.located(local, length, f"this process ({direction})")
         ticket = Ticket(next(self._numbers))
         try:
-            client.submit(Transfer(ticket, direction, located, remote, length.astype(np.int64)))
+            client.submit(Transfer(ticket, direction, local, remote, length))
         except RuntimeError as error:
             hint = "the limit is ulimit -u, or pids.max of a container"
             raise TransportError("no thread can be started for tcp", found=str(error), hint=hint) from error
