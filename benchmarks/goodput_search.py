@@ -230,10 +230,10 @@ def best(systems: Sequence[System], cost: StepCost, by: str) -> dict[str, Any]:
     return {"system": str(chosen), "rate": rates[chosen]}
 
 
-def search(cost: StepCost, by: str) -> dict[str, Any]:
+def search(cost: StepCost, by: str, chunks: Sequence[int]) -> dict[str, Any]:
     """Both systems at their best."""
-    ours = best([System(num, 3 - num, chunk) for num in (1, 2) for chunk in CHUNKS], cost, by)
-    whole = best([System(0, 3, chunk) for chunk in CHUNKS], cost, by)
+    ours = best([System(num, 3 - num, chunk) for num in (1, 2) for chunk in chunks], cost, by)
+    whole = best([System(0, 3, chunk) for chunk in chunks], cost, by)
     ratio = round(ours["rate"] / whole["rate"], 2) if whole["rate"] else None
     row = {"by": by, "ours": ours, "whole": whole, "ratio": ratio}
     say(f"{cost} {row}")
@@ -267,14 +267,15 @@ def main() -> None:
     parser.add_argument("--steps-ms", default="24,48", help="cost of a step: to read the weights")
     parser.add_argument("--sequence-ms", type=float, default=1.55, help="cost of an answer's token")
     parser.add_argument("--overlaps", default="0,0.5,1", help="how much of computing and reading happens at once")
+    parser.add_argument("--chunks", default=",".join(map(str, CHUNKS)), help="tokens of prefill in a step")
     options = parser.parse_args()
-    rows = []
+    rows, chunks = [], tuple(map(int, options.chunks.split(",")))
     for overlap in map(float, options.overlaps.split(",")):
         for step_ms in map(float, options.steps_ms.split(",")):
             for token_ms in map(float, options.tokens_ms.split(",")):
                 cost = StepCost(token_ms / 1e3, step_ms / 1e3, options.sequence_ms / 1e3, overlap)
                 given = {"token_ms": token_ms, "step_ms": step_ms, "overlap": overlap}
-                rows += [given | search(cost, by) for by in ("mean", "p99")]
+                rows += [given | search(cost, by, chunks) for by in ("mean", "p99")]
     command = " ".join(["python", *sys.argv])
     facts = {"command": command, "machine": machine(), "check": check(), "mark": MARK, "rows": rows}
     print(json.dumps(facts, indent=1))

@@ -19,7 +19,7 @@ SMALLEST = [
     "early_decode.py --tokens 64 --repeats 1 --step token=0.1ms,step=2ms",
     "fetch_steps.py --repeats 1 --transports shm",
     "goodput.py --rates 4 --requests 2 --step token=1ms,step=2ms,sequence=0.1ms,overlap=0 --chunks 200",
-    "goodput_search.py --tokens-ms 2.4 --steps-ms 48 --overlaps 0",
+    "goodput_search.py --tokens-ms 2.4 --steps-ms 48 --overlaps 0 --chunks 300",
     "layer_wise.py --repeats 1 --step-ms 5",
     "mixed_tp.py --repeats 1 --pairs 3-2 --formats head-major --tokens 256",
     "mixed_tp.py --repeats 1 --pairs 2-4 --formats token-major --tokens 256 --transport shm",
