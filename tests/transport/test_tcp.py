@@ -161,10 +161,9 @@ def test_the_connections_of_a_revoked_peer_end() -> None:
 
 
 @pytest.mark.parametrize("is_interrupted", [True, False])
-def test_what_a_revoked_peer_is_sending_does_not_arrive(
-    world: World, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
-) -> None:
+def test_what_a_revoked_peer_is_sending_does_not_arrive(monkeypatch: pytest.MonkeyPatch, is_interrupted: bool) -> None:
     """It had begun with a valid key, and goes on as a process does that was stopped: perhaps too fast to be stopped."""
+    world = World(lambda: TcpTransport(stall_timeout_s=60.0))
     transport = world.far.transport
     assert isinstance(transport, TcpTransport)
     if not is_interrupted:
@@ -183,6 +182,8 @@ def test_what_a_revoked_peer_is_sending_does_not_arrive(
             assert sock.recv(1) == b""
     wait_for(lambda: serves_nobody(server_of(world)))
     assert np.array_equal(world.far.views[0][32:], before[32:])
+    monkeypatch.undo()
+    world.close()
 
 
 def test_a_peer_is_not_revoked_while_its_bytes_are_copied(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

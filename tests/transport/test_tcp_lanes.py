@@ -31,8 +31,9 @@ from tcp_peer import (
 from kvferry.errors import TransportError, WireError
 from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.world import Row, World, expect_copied
+from kvferry.transport import io_vectors
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.io_vectors import MAX_VECTORS, RowStream
+from kvferry.transport.io_vectors import MAX_VECTORS, RowStream, Vectors
 from kvferry.transport.tcp import client, connection, server
 from kvferry.transport.tcp.client import NUM_LANES, PeerClient
 from kvferry.transport.tcp.connection import CHUNK_BYTES
@@ -376,3 +377,49 @@ def test_a_peer_of_which_nothing_more_comes_ends_the_wait(ends: bool) -> None:
             receiving.receive_rows(rows)
         receiving.close()
     assert memory.tolist() == [0xFF] * 99 + [0]
+
+
+def test_a_peer_that_drips_is_as_stalled_as_one_that_sends_nothing() -> None:
+    memory = np.zeros(CHUNK_BYTES, np.uint8)
+    rows = RowStream(np.array([memory.ctypes.data], np.uint64), np.array([memory.nbytes], np.uint64))
+    is_over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        receiving = connection.Connection(listener.accept()[0], 0.2)
+
+        def drip() -> None:
+            for number in range(len(memory)):
+                wait_for(lambda number=number: is_over.is_set() or not number or memory[number - 1] == 1)
+                if is_over.is_set():
+                    return
+                other.sendall(b"\x01")
+
+        with ThreadPoolExecutor(1) as pool:
+            dripping = pool.submit(drip)
+            with pytest.raises(TimeoutError, match=r"the peer sent nothing for 0\.2 s"):
+                receiving.receive_rows(rows)
+            is_over.set()
+            dripping.result(WAIT_S)
+        receiving.close()
+    assert memory[0] == 1
+
+
+def test_a_receiver_wakes_up_once_all_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the kernel has room for it; and afterwards for each byte, as a request may be short."""
+    memory, marks = np.zeros(3000, np.uint8), []
+    rows = RowStream(np.array([memory.ctypes.data], np.uint64), np.array([memory.nbytes], np.uint64))
+    receive = io_vectors.receive
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        accepted = listener.accept()[0]
+        receiving = connection.Connection(accepted, STALL_S)
+
+        def half(fd: int, vectors: Vectors, flags: int) -> int:
+            marks.append(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT))
+            return receive(fd, RowStream(vectors[:, 0], np.minimum(vectors[:, 1], 1500)).rest(0), flags)
+
+        monkeypatch.setattr(io_vectors, "receive", half)
+        other.sendall(b"\x01" * len(memory))
+        receiving.receive_rows(rows)
+        marks.append(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT))
+        receiving.close()
+    assert marks == [3000, 1500, 1]
+    assert memory.all()

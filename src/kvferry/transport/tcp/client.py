@@ -130,7 +130,7 @@ class PeerClient:
                 self._leave(lane)
                 self._alone_until = time.monotonic() + RETRY_S
                 if not self._working:
-                    self._end_waiting(self._stopped or str(error))
+                    self._end_waiting(self._stopped or str(error) or type(error).__name__)
 
     def _next(self, lane: Lane) -> Transfer | None:
         """What is to be moved. None, and the thread is to end, when there has been nothing for a while, or the

@@ -29,6 +29,8 @@ PROOF_BYTES = 32
 MAX_ROWS = 64 << 10
 # Rows are sent and received in chunks of about this size, and no row of a request is longer.
 CHUNK_BYTES = 1 << 20
+# A chunk is waited for as a whole for so long, and then for whatever comes.
+WAKE_S = 0.1
 
 _MAGIC = b"KVF1"
 _HEADER = struct.Struct(">4sI")
@@ -144,7 +146,10 @@ class Connection:
 
         def receive(done: int) -> int:
             self._wake_at(rows.num_bytes - done)
-            poller.poll(self._stall_timeout_s * 1000)
+            if not poller.poll(WAKE_S * 1000):
+                # The network is slow, or the system does not say that the socket is full.
+                self._wake_at(1)
+                poller.poll(self._stall_timeout_s * 1000)
             with held():
                 return io_vectors.receive(self.fileno(), rows.rest(done), socket.MSG_DONTWAIT)
 
