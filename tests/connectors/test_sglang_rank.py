@@ -25,7 +25,7 @@ from kvferry import (
 )
 from kvferry.connectors.sglang import rank as module
 from kvferry.connectors.sglang.description.describe import RankFacts, describe
-from kvferry.connectors.sglang.rank import Rank, Ranks
+from kvferry.connectors.sglang.rank import Rank, Ranks, check_room
 from kvferry.connectors.sglang.settings import Settings
 from kvferry.connectors.timing import SWITCH_S
 from kvferry.devices import cache_device
@@ -268,6 +268,13 @@ class TestWithoutAnAgent:
         with pytest.raises(RequestError, match="no"):
             prefill.promise(ROOM, PROMPT)
         assert (prefill._fetches, prefill._leases) == ({}, {})
+
+
+@pytest.mark.parametrize("room", [None, 0, -1, 1 << 63])
+def test_what_cannot_name_a_request_is_refused(room):
+    with pytest.raises(RequestError, match=f"cannot name a request; found: {room}; expected: an integer"):
+        check_room(room)
+    check_room(1)
 
 
 OTHER_LAYOUT = describe(MHATokenToKVPool(16), RankFacts(0, 1, NUM_HEADS)).layout

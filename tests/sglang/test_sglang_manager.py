@@ -333,7 +333,7 @@ class TestFailedRequests:
         second.is_over = True
         assert made.is_abort_release_safe(7, 1)
 
-    @pytest.mark.parametrize("room", [-1, 0, 1 << 63])
+    @pytest.mark.parametrize("room", [None, -1, 0, 1 << 63])
     def test_a_room_that_sglangs_buffers_cannot_hold_is_refused(self, made, room):
         with pytest.raises(RequestError, match="cannot name a request") as caught:
             made.register(room, SimpleNamespace(is_over=True))

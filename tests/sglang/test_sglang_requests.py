@@ -516,11 +516,23 @@ class TestReceiver:
 
     @pytest.mark.parametrize("room", [None, 0, -1, 1 << 63])
     def test_a_room_that_cannot_be_is_a_failure(self, sglang, new_sender, new_receiver, rank, room):
-        for made in (new_receiver(room=room), *([new_sender(room=room)] if room is not None else ())):
+        for made in (new_receiver(room=room), new_sender(room=room)):
             assert made.poll() == sglang.poll.Failed
             with pytest.raises(RequestError, match="bootstrap_room cannot name a request"):
                 made.failure_exception()
         assert (rank.leases, rank.said) == ([], [])
+
+    def test_what_nobody_has_foreseen_fails_its_request_and_not_the_server(
+        self, sglang, new_sender, new_receiver, rank, caplog
+    ):
+        strange = request()
+        del strange.extra_key
+        for made in (new_receiver(strange), new_sender(strange)):
+            assert made.poll() == sglang.poll.Failed
+            with pytest.raises(RequestError, match="cannot serve this request; found: AttributeError"):
+                made.failure_exception()
+        assert (rank.leases, rank.said) == ([], [])
+        assert [bool(record.exc_info) for record in caplog.records] == [True, True]
 
     def test_a_request_that_sglang_forgets_is_nobodys(self, new_receiver, manager, rank):
         receiver = started(new_receiver, rank)

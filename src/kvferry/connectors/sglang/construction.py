@@ -3,11 +3,14 @@ the queue that they belong to: `plugin` notes these around the calls."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, FerryError, RequestError
+
+logger = logging.getLogger(__name__)
 
 _queue: ContextVar[Any] = ContextVar("queue", default=None)
 _request: ContextVar[Any] = ContextVar("request", default=None)
@@ -40,6 +43,15 @@ def note_request(original: Callable[..., Any], queue: Any, request: Any, *args: 
         return original(queue, request, *args, **more)
     finally:
         _request.reset(token)
+
+
+def error_of(error: Exception) -> FerryError:
+    """What ends a request whose sender or receiver cannot be made. An exception from there would end the server, so
+    whatever it is becomes the request's own error."""
+    if isinstance(error, FerryError):
+        return error
+    logger.error("kvferry cannot serve a request", exc_info=error)
+    return RequestError("kvferry cannot serve this request", found=f"{type(error).__name__}: {error}")
 
 
 def _made(variable: ContextVar[Any]) -> Any:

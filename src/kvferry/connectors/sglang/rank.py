@@ -120,9 +120,10 @@ def reference_of(room: int, engine: RemoteEngine) -> Reference:
     return Reference(engine.engine_id, engine.epoch, *room_names(room))
 
 
-def check_room(room: int) -> None:
-    """Raises RequestError for a number that SGLang's buffers cannot hold, or that means that none is written yet."""
-    if not 0 < room <= MAX_ROOM:
+def check_room(room: int | None) -> None:
+    """Raises RequestError without a number, and for one that SGLang's buffers cannot hold or that means that none is
+    written yet."""
+    if room is None or not 0 < room <= MAX_ROOM:
         what, expected = "bootstrap_room cannot name a request", f"an integer from 1 to {MAX_ROOM}"
         raise RequestError(what, found=str(room), expected=expected)
 

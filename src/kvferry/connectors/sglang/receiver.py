@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
 from kvferry import Prompt, Reason, TokenRange
 from kvferry.connectors.jobs import BlockTables
 from kvferry.connectors.sglang import handoff
-from kvferry.connectors.sglang.construction import request_being_made
+from kvferry.connectors.sglang.construction import error_of, request_being_made
 from kvferry.connectors.sglang.manager import FerryManager
 from kvferry.connectors.sglang.prefill_engines import Lookup
 from kvferry.connectors.sglang.prompt import prompt_of
@@ -62,8 +62,8 @@ class FerryReceiver(BaseKVReceiver):
             if request.disagg_prefill_dp_rank is not None:
                 self._number = request.disagg_prefill_dp_rank
             mgr.register(self._room, self)
-        except FerryError as error:
-            self._error = error
+        except Exception as error:  # noqa: BLE001 - one that leaves a constructor ends SGLang's scheduler
+            self._error = error_of(error)
 
     @property
     def is_over(self) -> bool:

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransfer
 from kvferry import Reason
 from kvferry.connectors.jobs import BlockTables
 from kvferry.connectors.sglang import handoff
-from kvferry.connectors.sglang.construction import request_being_made
+from kvferry.connectors.sglang.construction import error_of, request_being_made
 from kvferry.connectors.sglang.manager import FerryManager
 from kvferry.connectors.sglang.prompt import prompt_of
 from kvferry.connectors.sglang.rank import Leased, Ranks, check_room
@@ -68,8 +68,8 @@ class FerrySender(BaseKVSender):
             prompt = prompt_of(self._request)
             self._num_tokens = prompt.num_tokens
             self._lease = mgr.rank.promise(bootstrap_room, prompt)
-        except FerryError as error:
-            self._error = error
+        except Exception as error:  # noqa: BLE001 - one that leaves a constructor ends SGLang's scheduler
+            self._error = error_of(error)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Note in which row of SGLang's buffers the first token will be."""
