@@ -52,14 +52,14 @@ class CacheDevice:
         registered = on_device if self.buffer_device == self.name else ()
         return Cache(layouts, registered, mover, self._arena, self.name, self.buffer_device)
 
-    def milestone(self) -> IsDone:
-        """Mark what the engine has put on its stream so far, on the engine's thread. Return a function that says
-        whether that is done, and neither waits nor lets the stream wait."""
+    def milestone(self, stream: Any = None) -> IsDone:
+        """Mark what the engine has put on a stream of torch so far, on the engine's thread: on its current one, where
+        none is named. Return a function that says whether that is done, and neither waits nor lets the stream wait."""
         if self.name == HOST:
             return lambda: True
         module: Any = torch.get_device_module(self.device)
         event = module.Event()
-        event.record(module.current_stream(self.device))
+        event.record(module.current_stream(self.device) if stream is None else stream)
         return partial(_is_done, event)
 
     def _pinned(self, near: Sequence[Memory]) -> ExitStack:

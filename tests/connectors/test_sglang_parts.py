@@ -11,6 +11,7 @@ import torch
 from kvferry import FirstToken, Prompt, PromptInput, Reason
 from kvferry.connectors.sglang import handoff
 from kvferry.connectors.sglang.description.describe import RankFacts, describe
+from kvferry.connectors.sglang.features import forward_stream_of
 from kvferry.connectors.sglang.prompt import prompt_of
 from kvferry.connectors.sglang.settings import VARIABLE, settings_from
 from kvferry.errors import ConfigurationError, LayoutError, TransferError
@@ -151,6 +152,20 @@ class TestPrompts:
         with pytest.raises(TransferError, match=words) as raised:
             prompt_of(self.request(**changes))
         assert raised.value.reason == Reason.UNNAMED_PROMPT
+
+
+class TestForwardStream:
+    @pytest.mark.parametrize("overlaps", [True, False])
+    def test_it_is_the_schedulers(self, overlaps):
+        assert forward_stream_of(SimpleNamespace(enable_overlap=overlaps, forward_stream="forwards")) == "forwards"
+
+    def test_without_one_the_current_stream_is_it(self):
+        assert forward_stream_of(SimpleNamespace(enable_overlap=False)) is None
+
+    @pytest.mark.parametrize("facts", [{}, {"enable_overlap": True}])
+    def test_an_sglang_that_does_not_say_it_is_refused(self, facts):
+        with pytest.raises(ConfigurationError, match="when SGLang is done with the pages"):
+            forward_stream_of(SimpleNamespace(**facts))
 
 
 @pytest.mark.parametrize("found", ["{", "[]", '{"hosts": ""}', '{"lease_s": 0}', '{"staging_bytes": 0}', '{"host": 1}'])

@@ -107,7 +107,8 @@ def manager(sglang, rank):
     rows.output_ids[1, 0] = FIRST.token_id
     made = object.__new__(sglang.manager.FerryManager)
     made.rank, made.metadata, made._receivers = rank, rows, {}
-    made.milestone, made.kv_args = lambda: lambda: True, SimpleNamespace(page_size=16)
+    made.milestone, made.kv_args = lambda stream=None: lambda: True, SimpleNamespace(page_size=16)
+    made._scheduler = SimpleNamespace(enable_overlap=False)
     made.tables, made._waiting = PlainTables(), WeakKeyDictionary()
     made._is_idle = lambda: False
     made.ranks = sglang.rank.Ranks()

@@ -174,7 +174,11 @@ def test_a_milestone_is_an_event_on_the_engines_stream(monkeypatch):
     assert (is_done(), recorded) == (False, ["stream of cuda:1"])
     done.append(True)
     assert is_done()
-    assert CacheDevice(torch.device("cpu"), "cpu", "cpu").milestone()()
+    CacheDevice(torch.device("cuda:1"), "cuda", "cuda").milestone("another stream")
+    assert recorded[1:] == ["another stream"]
+    assert all(
+        CacheDevice(torch.device("cpu"), "cpu", "cpu").milestone(stream)() for stream in (None, "another stream")
+    )
 
 
 def test_only_caches_on_a_device_need_triton(monkeypatch):

@@ -10,6 +10,8 @@ from importlib import import_module
 from inspect import Parameter, isfunction, signature
 from typing import Any
 
+from kvferry.errors import ConfigurationError
+
 TESTED = "0.5.21 to 0.5.23"
 _CONN = "sglang.srt.disaggregation.base.conn"
 _DECODE = "sglang.srt.disaggregation.decode"
@@ -33,6 +35,20 @@ def idleness_of(scheduler: Any) -> Callable[[], bool]:
     if ask is None or "for_health_check" not in signature(ask).parameters:
         return lambda: False
     return partial(ask, for_health_check=True)
+
+
+def forward_stream_of(scheduler: Any) -> Any:
+    """The stream of the device that SGLang computes on; None where that is the current one. It is known only once a
+    scheduler serves. Raises ConfigurationError for a scheduler that overlaps its steps and does not say where."""
+    found = getattr(scheduler, "forward_stream", None)
+    if found is None and getattr(scheduler, "enable_overlap", True):
+        raise ConfigurationError(
+            "it cannot be told when SGLang is done with the pages that it gives to a request",
+            found="a scheduler that overlaps its steps and has no forward_stream",
+            expected=f"SGLang {TESTED}",
+            hint="--disable-overlap-schedule, or an SGLang that this kvferry supports",
+        )
+    return found
 
 
 def ranks_to_agree(transfer_queue: Any) -> Any:

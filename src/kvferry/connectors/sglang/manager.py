@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 from kvferry.connectors.sglang.construction import queue_being_made
 from kvferry.connectors.sglang.description.describe import RankFacts, describe
 from kvferry.connectors.sglang.description.tables import Tables
-from kvferry.connectors.sglang.features import idleness_of, on_all_ranks, ranks_to_agree
+from kvferry.connectors.sglang.features import forward_stream_of, idleness_of, on_all_ranks, ranks_to_agree
 from kvferry.connectors.sglang.rank import Rank, Ranks, check_room
 from kvferry.connectors.sglang.settings import settings_from
 from kvferry.devices import cache_device
@@ -86,7 +86,7 @@ class FerryManager(BaseKVManager):
         self.cache = self.rank.cache_name
         # Requests that wait for nothing but a transfer, in their order. SGLang may drop one without a word.
         self._waiting = WeakKeyDictionary[object, None]()
-        self._is_idle = idleness_of(queue.scheduler)
+        self._scheduler, self._is_idle = queue.scheduler, idleness_of(queue.scheduler)
         # The receivers of each room on this rank, for SGLang to ask after those that have failed.
         self._receivers: dict[int, list[Writing]] = {}
         if not is_prefill:
@@ -139,6 +139,17 @@ class FerryManager(BaseKVManager):
     def _keep(self, room: int, is_kept: Callable[[Writing], bool]) -> None:
         if kept := [receiver for receiver in self._receivers.pop(room, ()) if is_kept(receiver)]:
             self._receivers[room] = kept
+
+    def steps_so_far(self) -> Callable[[], bool]:
+        """Mark the steps that SGLang has begun; what comes back says whether the device is done with them. Raises
+        ConfigurationError for an SGLang that does not say where it computes.
+
+        SGLang gives away pages of a request that has ended while a step that it had begun before still computes, and
+        writes, one token more of that request. Its scheduler's own stream may bring pages back to where they were.
+        """
+        streams = dict.fromkeys((None, forward_stream_of(self._scheduler)))
+        ends = [self.milestone(stream) for stream in streams]
+        return lambda: all(is_done() for is_done in ends)
 
     def wait_while_idle(self, request: object) -> bool:
         """Wait a moment for news, in place of being asked again and again: whether there is some. The first request

@@ -6,6 +6,7 @@ write to the pages any more, for then SGLang frees them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,15 @@ RESTARTED = (Reason.WRONG_ENGINE, Reason.WRONG_EPOCH, Reason.PEER_LOST)
 
 @dataclass(frozen=True, slots=True)
 class _Destination:
-    """Where a prompt goes: its block tables from token 0 on, which tokens of it, and the row for the first token."""
+    """Where a prompt goes: its block tables from token 0 on, which tokens of it, and the row for the first token.
+
+    Nothing may be written there before `is_free`: the device may still be writing for the request before.
+    """
 
     tables: BlockTables
     tokens: TokenRange
     row: int
+    is_free: Callable[[], bool]
 
 
 class FerryReceiver(BaseKVReceiver):
@@ -82,12 +87,17 @@ class FerryReceiver(BaseKVReceiver):
         decode_prefix_len: int | None = None,
         **_: object,
     ) -> None:
-        """Pages are reserved for what follows the first `decode_prefix_len` tokens, which are here already."""
+        """Pages are reserved for what follows the first `decode_prefix_len` tokens, which are here already. The fetch
+        begins when the device is done with what SGLang has begun before, as `poll` finds out."""
         first = decode_prefix_len or 0
         # Nothing is looked at where tokens are that do not move.
         pages = (-1,) * (first // self.kv_mgr.kv_args.page_size) + tuple(int(page) for page in kv_indices)
         tables = self.kv_mgr.tables.of(pages, state_indices)
-        self._destination = _Destination(tables, TokenRange(first, self._prompt.num_tokens), aux_index or 0)
+        tokens = TokenRange(first, self._prompt.num_tokens)
+        try:
+            self._destination = _Destination(tables, tokens, aux_index or 0, self.kv_mgr.steps_so_far())
+        except FerryError as error:
+            self._error = self._error or error
         self._fetch()
 
     def poll(self) -> int:
@@ -120,7 +130,8 @@ class FerryReceiver(BaseKVReceiver):
         """A rank has failed: end our part, and have SGLang hold the pages until it is over; where all ranks have to
         hold them equally long, also when it is over already."""
         is_open = not self.is_over
-        if is_open:
+        # What has not begun must not begin in pages that SGLang frees.
+        if is_open or self._fetching is None:
             self.abort()
         self.abort_notified = is_open or self.kv_mgr.is_agreed
 
@@ -160,7 +171,7 @@ class FerryReceiver(BaseKVReceiver):
             if self._destination is None and not self._is_held:
                 rank.hold(self._room, engine)
                 self._is_held = True
-            elif self._destination is not None:
+            elif self._destination is not None and self._destination.is_free():
                 tables, tokens = self._destination.tables, self._destination.tokens
                 self._fetching = rank.fetch(self._room, engine, tables, tokens, self._prompt)
         except FerryError as error:
