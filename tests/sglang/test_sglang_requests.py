@@ -339,6 +339,15 @@ class TestWaiting:
         manager.end_wait(first)
         assert (manager.wait_while_idle(second), news.waits) == (True, 2)
 
+    def test_one_whose_pages_sglang_holds_since_another_rank_has_failed_keeps_no_other_from_waiting(
+        self, sglang, new_receiver, manager, rank, news
+    ):
+        receiver = started(new_receiver, rank)
+        assert (receiver.poll(), news.waits) == (sglang.poll.Transferring, 1)
+        receiver.ensure_abort_notified(force_arm=True)
+        assert receiver.abort_notified
+        assert (manager.wait_while_idle(Waiting()), news.waits) == (True, 2)
+
     def test_one_that_is_dropped_without_a_word_does_not_wait_any_more(self, manager, news):
         first, second = Waiting(), Waiting()
         manager.wait_while_idle(first)
@@ -548,7 +557,7 @@ class TestReceiver:
         rank.fetches[0].is_over = True
         assert receiver.poll() == sglang.poll.Failed
 
-    @pytest.mark.parametrize("reason", [Reason.WRONG_EPOCH, Reason.WRONG_ENGINE, Reason.PEER_LOST])
+    @pytest.mark.parametrize("reason", [Reason.WRONG_EPOCH, Reason.WRONG_ENGINE, Reason.PEER_LOST, Reason.UNREACHABLE])
     def test_an_engine_that_was_started_again_is_met_again_once(self, sglang, new_receiver, rank, reason):
         receiver = started(new_receiver, rank)
         rank.fetches[0].error = TransferError(reason, "restarted")

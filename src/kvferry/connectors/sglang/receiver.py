@@ -24,8 +24,9 @@ from kvferry.connectors.sglang.prompt import prompt_of
 from kvferry.connectors.sglang.rank import Fetching
 from kvferry.errors import FerryError, TransferError
 
-# Another start of the engine listens where this decode has met an earlier one.
-RESTARTED = (Reason.WRONG_ENGINE, Reason.WRONG_EPOCH, Reason.PEER_LOST)
+# Another start of the engine listens where this decode has met an earlier one; or elsewhere, where its host's name
+# leads to another address by now.
+RESTARTED = (Reason.WRONG_ENGINE, Reason.WRONG_EPOCH, Reason.PEER_LOST, Reason.UNREACHABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,8 @@ class FerryReceiver(BaseKVReceiver):
         if is_open or self._fetching is None:
             self.abort()
         self.abort_notified = is_open or self.kv_mgr.is_agreed
+        # SGLang asks no more how far this request is: as the first that waits it would keep all others from waiting.
+        self.kv_mgr.end_wait(self)
 
     def clear(self) -> None:
         """SGLang forgets the request."""
