@@ -111,6 +111,18 @@ class TestFirstToken:
             handoff.write(rows, 1, FirstToken(1 << 31), 77)
         assert int(rows.bootstrap_room[1, 0]) == 9
 
+    @pytest.mark.parametrize(
+        ("first", "wanted", "found"),
+        [
+            (FirstToken(17), (False, 3), (0, 0)),
+            (FirstToken(17, -0.5), (True, 0), (1, 1)),
+            (FirstToken(17, -0.5, ((3, -2.0),)), (True, 5), (6, 2)),
+        ],
+    )
+    def test_log_probabilities_that_are_wanted_and_that_have_come_are_counted_alike(self, first, wanted, found):
+        asked = SimpleNamespace(return_logprob=wanted[0], logprob=SimpleNamespace(top_logprobs_num=wanted[1]))
+        assert (handoff.num_logprobs_wanted(asked), handoff.num_logprobs_of(first)) == found
+
     def test_log_probabilities_are_read_only_where_they_are_wanted(self, rows):
         wanted = SimpleNamespace(return_logprob=False, logprob=None)
         assert handoff.read(rows, 0, wanted) == FirstToken(9)

@@ -603,9 +603,20 @@ class TestReceiver:
         with pytest.raises(TransferError, match="which token follows the prompt"):
             receiver.failure_exception()
 
-    @pytest.mark.parametrize(("first", "state"), [(FIRST, "Failed"), (FirstToken(17, -0.5), "Success")])
-    def test_logprobs_that_are_asked_for_have_to_come(self, sglang, new_receiver, rank, first, state):
-        receiver = started(lambda: new_receiver(request(return_logprob=True)), rank)
+    @pytest.mark.parametrize(
+        ("num_top", "first", "state"),
+        [
+            (0, FIRST, "Failed"),
+            (0, FirstToken(17, -0.5), "Success"),
+            (2, FirstToken(17, -0.5), "Failed"),
+            (2, FirstToken(17, -0.5, ((17, -0.5),)), "Failed"),
+            (2, FirstToken(17, -0.5, ((17, -0.5), (3, -2.0))), "Success"),
+            (2, FirstToken(17, -0.5, ((17, -0.5), (3, -2.0), (4, -3.0))), "Success"),
+        ],
+    )
+    def test_logprobs_that_are_asked_for_have_to_come(self, sglang, new_receiver, rank, num_top, first, state):
+        asked = request(return_logprob=True, logprob=SimpleNamespace(top_logprobs_num=num_top))
+        receiver = started(lambda: new_receiver(asked), rank)
         report = FetchReport(40, 1, 1, "shm", "", "direct", first_token=first)
         rank.fetches[0].report, rank.fetches[0].is_over = report, True
         assert receiver.poll() == getattr(sglang.poll, state)

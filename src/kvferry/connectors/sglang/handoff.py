@@ -7,6 +7,16 @@ from typing import Any
 from kvferry import FirstToken
 
 
+def num_logprobs_wanted(request: Any) -> int:
+    """How many log-probabilities the first token has to come with: its own, and those of the likeliest tokens."""
+    return 1 + int(request.logprob.top_logprobs_num) if request.return_logprob else 0
+
+
+def num_logprobs_of(first: FirstToken) -> int:
+    """How many it comes with."""
+    return 0 if first.logprob is None else 1 + len(first.top_logprobs)
+
+
 def read(buffers: Any, row: int, request: Any) -> FirstToken:
     """What SGLang has put into a row for a request whose forward has ended."""
     token_id = int(buffers.output_ids[row, 0])

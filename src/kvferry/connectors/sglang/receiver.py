@@ -60,10 +60,10 @@ class FerryReceiver(BaseKVReceiver):
         self._fetching: Fetching | None = None
         self._prompt = Prompt()
         self._error: FerryError | None = None
-        self._wants_logprob = False
+        self._num_logprobs = 0
         try:
             request = request_being_made()
-            self._prompt, self._wants_logprob = prompt_of(request), request.return_logprob
+            self._prompt, self._num_logprobs = prompt_of(request), handoff.num_logprobs_wanted(request)
             # Whoever sends a prompt to an engine that its room does not lead to says so to both sides.
             if request.disagg_prefill_dp_rank is not None:
                 self._number = request.disagg_prefill_dp_rank
@@ -199,10 +199,11 @@ class FerryReceiver(BaseKVReceiver):
             hint = "SGLang computes nothing of a prompt on its decode side: prefill with an engine that says it"
             self._error = TransferError(Reason.OUT_OF_RANGE, what, hint=hint)
             return
-        if self._wants_logprob and first.logprob is None:
-            what = "the prefill engine has not said how likely the first token is"
-            hint = "ask it for logprobs too, or leave them out: vLLM does not say it"
-            self._error = TransferError(Reason.OUT_OF_RANGE, what, hint=hint)
+        if (found := handoff.num_logprobs_of(first)) < self._num_logprobs:
+            what = "the prefill engine has said too few log-probabilities of the first token"
+            expected = f"{self._num_logprobs}, its own and those of the likeliest tokens"
+            hint = "ask it for as many logprobs, or leave them out: vLLM says none"
+            self._error = TransferError(Reason.OUT_OF_RANGE, what, found=str(found), expected=expected, hint=hint)
             return
         try:
             handoff.write(self.kv_mgr.metadata, self._destination.row, first, self._room)
