@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvferry.errors import FerryError, IllegalEventError
 from kvferry.plan.programs.tiles import Tile
@@ -49,6 +50,7 @@ class ThreadMover:
         self._running: set[Hashable] = set()
         self._ended: list[Moved] = []
         self._is_closed = False
+        self._given_up_at = inf
         self._threads = [
             threading.Thread(target=self._work, name="kvferry-mover", daemon=True) for _ in range(num_threads)
         ]
@@ -80,13 +82,15 @@ class ThreadMover:
 
     def close(self) -> None:
         """See `Mover`. A copy that is under way stops at its next step, a few MiB at most. One that waits for a device
-        that does not answer is given up; should it go on one day, blocks may be written after this."""
+        that does not answer is given up; should it go on one day, blocks may be written after this. Only the first
+        call waits for it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        deadline = time.monotonic() + CLOSE_S
+        # An agent closes its mover twice, and waits for both no longer than its own `close` takes.
+        self._given_up_at = min(self._given_up_at, time.monotonic() + CLOSE_S)
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, self._given_up_at - time.monotonic()))
         with self._changed:
             self._ended += [Moved(key, GIVEN_UP) for key in self._running]
             self._running.clear()
