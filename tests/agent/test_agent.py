@@ -226,6 +226,14 @@ def test_what_is_no_direction_or_digest_policy_is_refused(given, words):
         AgentConfig("p1", **given)
 
 
+@pytest.mark.parametrize("port", [-1, 65_536, 1 << 70])
+def test_a_port_that_does_not_exist_is_refused(port):
+    with pytest.raises(
+        ConfigurationError, match=f"engine p1-1 cannot listen .*; found: port {port}; expected: 1 to 65535"
+    ):
+        AgentConfig("p1-1", port=port)
+
+
 def test_a_taken_port_is_a_clear_error(make_rank, cache):
     port = int(make_rank("p0", SOURCE).agent.address.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match="cannot listen on"):

@@ -29,7 +29,7 @@ from kvferry.connectors.sglang.rank import Rank, Ranks, check_room
 from kvferry.connectors.sglang.settings import Settings
 from kvferry.connectors.timing import SWITCH_S
 from kvferry.devices import cache_device
-from kvferry.errors import RequestError, TransferError
+from kvferry.errors import ConfigurationError, RequestError, TransferError
 from kvferry.options import (
     StagingMemory,
     digest_policy_named,
@@ -348,6 +348,12 @@ def test_each_engine_of_a_server_with_data_parallelism_has_a_name_and_a_port_of_
     assert (first.agent.data_parallel_size, third.agent.data_parallel_size) == (4, 4)
     new_rank(4, Settings(engine_id="ours"), Ranks(number=2, data_parallel_size=4), 0)
     assert opened[-1].port == 0
+
+
+def test_an_engine_whose_port_would_lie_above_the_last_one_is_refused(new_rank, opened):
+    with pytest.raises(ConfigurationError, match=r"engine ours-1 cannot listen .*; found: port 65536"):
+        new_rank(4, Settings(engine_id="ours"), Ranks(number=1, data_parallel_size=2), 65_535)
+    assert opened == []
 
 
 def test_two_engines_without_a_name_are_two_and_two_starts_of_one_as_well(new_rank, opened, monkeypatch):

@@ -17,6 +17,7 @@ from kvferry.session import commands as c
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy, allowed_by
 from kvferry.session.timing import Timing
 from kvferry.staging.pool import ALIGNMENT_BYTES
+from kvferry.wire.addresses import MAX_PORT
 from kvferry.wire.messages import MAX_SLOT_BYTES
 
 # Two ranks of an engine that pack for one target at once have three slots each then, of the four that each could use.
@@ -101,7 +102,7 @@ class AgentConfig:
     staging: StagingPolicy = field(default_factory=lambda: StagingPolicy(AUTO, SLOT_BYTES))
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError for a name, a direction or a digest policy that is none, for a host
+        """Raises ConfigurationError for a name, a port, a direction or a digest policy that is none, for a host
         that must not or cannot be listened on, and for too little staging."""
         if not ENGINE_ID.fullmatch(self.engine_id):
             raise ConfigurationError(
@@ -109,6 +110,13 @@ class AgentConfig:
                 found=repr(self.engine_id[:MAX_ENGINE_ID]),
                 expected=f"1 to {MAX_ENGINE_ID} characters without spaces",
                 hint="references, logs and metrics name the engine by it",
+            )
+        if not 0 <= self.port <= MAX_PORT:
+            raise ConfigurationError(
+                f"engine {self.engine_id} cannot listen for transfers at a port that does not exist",
+                found=f"port {self.port}",
+                expected=f"1 to {MAX_PORT}, or 0 for any free one",
+                hint="choose a lower --transfer-port: with data parallelism engine number d listens d ports above it",
             )
         _check_member("direction", self.direction, Direction)
         _check_member("digest policy", self.digest, DigestPolicy)
