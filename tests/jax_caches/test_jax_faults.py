@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax_engine import rewritten
 from mover_side import model_of, shape_of
 
@@ -96,6 +97,31 @@ def test_other_arrays_are_not_taken_for_the_cache(engine):
     with pytest.raises(ConfigurationError, match="3 arrays"), engine.caches.turn() as turn:
         turn.arrays = turn.arrays[:3]
     engine.step(0, 1.0)
+
+
+def elsewhere(array: jax.Array, other: str) -> jax.Array:
+    """The same array in memory of the host, or with its elements in another order."""
+    if other == "pinned_host":
+        return jax.device_put(array, array.sharding.with_memory_kind(other))
+    return jax.device_put(array, Format(Layout(major_to_minor=(0, 2, 1, 3)), array.sharding))
+
+
+PLACES = [("pinned_host", "pinned_host"), ("another order", r"major_to_minor=\(0, 2, 1, 3\)")]
+
+
+@pytest.mark.parametrize(("other", "found"), PLACES)
+def test_an_array_that_lies_where_programs_do_not_take_it_does_not_follow(engine, other, found):
+    with pytest.raises(ConfigurationError, match=f"array 1: .*{found}"), engine.caches.turn() as turn:
+        turn.arrays = (turn.arrays[0], elsewhere(turn.arrays[1], other), *turn.arrays[2:])
+    engine.step(0, 1.0)
+
+
+@pytest.mark.parametrize(("other", "found"), PLACES)
+def test_an_array_that_lies_where_programs_do_not_take_it_is_refused_at_the_start(engine, other, found):
+    with engine.caches.turn() as turn:
+        arrays = turn.arrays[0], elsewhere(turn.arrays[1], other), *turn.arrays[2:]
+        with pytest.raises(ConfigurationError, match=f"do not take array 1 .*found: memory .*{found}.*expected: "):
+            JaxCaches(arrays, engine.layouts)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 
@@ -84,10 +84,14 @@ class HeldArrays:
                     self._take_in(tuple(turn.arrays))
 
     def prepare(self) -> None:
-        """Compile all that copies need. Raises TransportError when the device's compiler fails."""
-        for kinds, units in zip(self.kinds, self.units, strict=True):
-            for kind, unit in ((kind, unit) for kind, found in zip(kinds, units, strict=True) for unit in found):
-                self.programs.prepare(kind, unit, sizes_of(unit))
+        """Compile all that copies need. Raises TransportError when the device's compiler fails, and ConfigurationError
+        when arrays lie where its programs do not take them."""
+        for rank, (kinds, units) in enumerate(zip(self.kinds, self.units, strict=True)):
+            for number, (kind, found) in enumerate(zip(kinds, units, strict=True)):
+                for unit in found:
+                    self.programs.prepare(kind, unit, sizes_of(unit))
+                if found:
+                    _check_place(number, self._arrays[number].pieces()[rank], self.programs.format_of(kind, found[0]))
 
     def take(self, place: Place, numbers: Offsets, unit_bytes: int) -> jax.Array:
         """Begin to take units out of a piece; what comes back is on its way to the host. Raises TransportError when the
@@ -138,6 +142,19 @@ def _check_are_different(arrays: Sequence[jax.Array]) -> None:
                 found=f"array {number} is array {earlier} once more",
                 expected="an array of its own for each region",
             )
+
+
+def _check_place(number: int, piece: jax.Array, wanted: Any) -> None:
+    """Raises ConfigurationError for a piece in another memory than programs take it from, or whose elements lie in
+    another order. JAX does not say it of each."""
+    expected, found = ((each.sharding.memory_kind, each.layout) for each in (wanted, piece.format))
+    if any(None not in pair and pair[0] != pair[1] for pair in zip(found, expected, strict=True)):
+        raise ConfigurationError(
+            f"programs of the device do not take array {number} from where it lies",
+            found="memory {}, {}".format(*found),
+            expected="memory {}, {}".format(*expected),
+            hint="leave memory and order of the cache's arrays to JAX: no memory_kind and no Layout of your own",
+        )
 
 
 def _check(kinds: Sequence[Sequence[ArrayKind]], layouts: Sequence[Layout]) -> None:

@@ -10,20 +10,25 @@ from kvferry.errors import ConfigurationError
 
 
 class ArraySpec(NamedTuple):
-    """What stays as it is when an array is donated and another follows it."""
+    """What stays as it is when an array is donated and another follows it. `layout` is None where JAX does not say how
+    the elements lie, as it does not of a deleted array."""
 
     shape: tuple[int, ...]
     dtype: Any
     sharding: jax.sharding.Sharding
+    layout: Any
 
     @classmethod
     def of(cls, array: jax.Array) -> ArraySpec:
-        return cls(array.shape, array.dtype, array.sharding)
+        return cls(array.shape, array.dtype, array.sharding, array.format.layout)
 
     def fits(self, other: ArraySpec) -> bool:
         """Whether an array of the other kind may follow one of this."""
-        is_alike = (self.shape, self.dtype) == (other.shape, other.dtype)
+        is_alike = (self.shape, self.dtype) == (other.shape, other.dtype) and self._lies_like(other)
         return is_alike and bool(self.sharding.is_equivalent_to(other.sharding, len(self.shape)))
+
+    def _lies_like(self, other: ArraySpec) -> bool:
+        return None in (self.layout, other.layout) or bool(self.layout == other.layout)
 
     def assemble(self, pieces: list[jax.Array]) -> jax.Array:
         """The array with these pieces; nothing is copied."""

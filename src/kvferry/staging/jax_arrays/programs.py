@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from kvferry.errors import TransportError
-from kvferry.staging.jax_arrays.units import size_for
+from kvferry.staging.jax_arrays.units import size_for, sizes_of
 from kvferry.transport.registered_memory import Offsets, View
 
 BITS: Final = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
@@ -83,6 +83,12 @@ class Programs:
         """Compile for these numbers of units. Raises TransportError when the device's compiler fails."""
         for num_units, puts in product(sizes, (False, True)):
             self._program(_Program(puts, kind, unit_bytes, num_units))
+
+    def format_of(self, kind: ArrayKind, unit_bytes: int) -> Any:
+        """In which memory of its device an array has to lie for them, and in which order its elements. Raises like
+        `prepare`."""
+        program: Any = self._program(_Program(False, kind, unit_bytes, sizes_of(unit_bytes)[0]))
+        return program.input_formats[0][0]
 
     def take(self, kind: ArrayKind, numbers: Offsets, unit_bytes: int) -> Callable[[jax.Array], jax.Array]:
         """What begins to take units out of an array; the result has them in the host's memory, and more behind them.
