@@ -15,6 +15,7 @@ from kvferry.cli.main import app
 from kvferry.cli.options import option_of
 from kvferry.cli.simulate.command import CacheOptions, EngineOptions, FleetOptions, LoadOptions, RouterOptions
 from kvferry.cli.simulate.fleet import _size_of
+from kvferry.plan.description.tokens import TokenRange
 
 SMALL = ["--prefill", "2", "--decode", "4", "--per-rack", "3", "--rate", "4", "--duration", "20", "--warm-up", "2"]
 SHORT = ["--prompt-tokens", "300-900", "--output-tokens", "8-32", "--start-up", "3"]
@@ -123,25 +124,48 @@ def test_a_trace_is_replayed(tmp_path):
 def test_measured_figures_take_the_place_of_the_assumed_ones():
     costs = facts("--prefill-speed", "10000", "--decode-steps", "1=8ms,32=10ms", "--context-cost", "0.5")["costs"]
     assert costs["token_s"] == pytest.approx(1e-4)
-    assert costs["points"] == [[1, 0.008], [32, 0.01]]
+    assert costs["points"] == [[0, 0.0], [1, 0.008], [2, pytest.approx(0.008 + 0.002 / 31)], [32, 0.01]]
     assert costs["context_s"] == pytest.approx(5e-7)
 
 
-def test_a_model_has_the_bytes_that_its_plan_has():
+@pytest.mark.parametrize("steps", [[], ["--decode-steps", "1=8ms,32=10ms"], ["--step-cost", "step=50ms"]])
+def test_an_engine_computes_a_prompt_as_fast_as_its_prefill_speed_says(steps):
+    """Nothing else happens to it: a step without answers has no time beside that of its tokens."""
+    alone = ["--prefill", "0", "--decode", "1", "--rate", "0.1", "--prompt-tokens", "20000", "--output-tokens", "1"]
+    found = facts(*alone, "--warm-up", "0", "--prefill-speed", "20000", *steps)
+    assert found["figures"]["requests"] > 0
+    assert found["figures"]["median_ttft_s"] == pytest.approx(1.0)
+
+
+def test_a_dense_model_has_bytes_for_each_token():
     dense = _size_of(read("llama-3.3-70b", Options("auto", False)).cache)
     # 80 layers of keys and values, 8 heads of 128 elements of two bytes.
     assert (dense.bytes_per_token, dense.fixed_bytes, dense.rows_per_block) == (80 * 2 * 8 * 128 * 2, 0, 160)
-    windowed = read("gemma-3-27b", Options("auto", False)).cache
-    size = _size_of(windowed)
-    assert size.bytes_per_token == windowed.lasting_bytes_per_token
-    assert size.fixed_bytes == 1024 * (windowed.bytes_per_token - windowed.lasting_bytes_per_token)
+
+
+OF_ALL_KINDS = [
+    *("llama-3.3-70b", "mistral-7b", "gemma-3-27b", "gpt-oss-20b", "llama-4-scout", "deepseek-v4-flash"),
+    *("qwen3-next-80b-a3b", "gemma-3n-e4b"),
+]
+
+
+@pytest.mark.parametrize("model", OF_ALL_KINDS)
+@pytest.mark.parametrize(("num_tokens", "num_cached"), [(100, 0), (512, 256), (4096, 0), (8193, 0), (20_000, 8192)])
+def test_a_model_has_the_bytes_that_its_plan_has(model, num_tokens, num_cached):
+    """Whether prompts are shorter or longer than its windows and chunks, or begin in their middle."""
+    words = ["--model", model, "--prefill", "tp=1", "--decode", "tp=1", "--tokens", num_tokens, "--cached", num_cached]
+    planned = CliRunner().invoke(app, ["plan", *map(str, words), "--json"])
+    assert planned.exit_code == 0, planned.output
+    size = _size_of(read(model, Options("auto", False)).cache)
+    assert size.num_bytes(TokenRange(num_cached, num_tokens)) == json.loads(planned.stdout)["bytes"]
 
 
 @pytest.mark.parametrize("model", names())
 def test_a_fleet_of_any_shipped_model_can_be_simulated(model):
     found = facts("--model", model, "--duration", "3", "--warm-up", "0")
     assert found["figures"]["requests"] > 0
-    assert found["wires"]["cache"]["bytes_per_token"] + found["wires"]["cache"]["fixed_bytes"] > 0
+    size = found["wires"]["cache"]
+    assert size["bytes_per_token"] + size["fixed_bytes"] + len(size["parts"]) > 0
 
 
 def test_a_page_shows_the_run_and_needs_nothing_else(tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import simpy
 
 from kvferry.bench.report.slo import Slo
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.router.policy.records import Instance, RequestCost, Role
 from kvferry.simulate.costs import CacheSize, EngineCosts
 from kvferry.simulate.fleet.engine import Engine
@@ -38,7 +39,8 @@ def arrival(at_s, prompt_tokens=800, output_tokens=10, prefixes=()):
 def transfer_s(num_tokens):
     """The time of a transfer alone."""
     network = Network(simpy.Environment(), WIRES.cache, WIRES.link_bytes_per_s, (1e12,))
-    return WIRES.cache.num_bytes(num_tokens) / WIRES.link_bytes_per_s + network.overhead_s(num_tokens)
+    tokens = TokenRange(0, num_tokens)
+    return WIRES.cache.num_bytes(tokens) / WIRES.link_bytes_per_s + network.overhead_s(tokens)
 
 
 def run(given, rate=0.0, lengths=((400, 1200), (10, 60)), seed=0):

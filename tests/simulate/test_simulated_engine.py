@@ -9,7 +9,7 @@ from fleet_support import COSTS, SEQUENCE_S, STEP_S, TOKEN_S, Observed
 
 from kvferry.connectors.step_cost import StepCost
 from kvferry.errors import ConfigurationError
-from kvferry.simulate.costs import EngineCosts, points_named, points_of
+from kvferry.simulate.costs import EngineCosts, beside_measured_prompts, points_named, points_of
 from kvferry.simulate.fleet.work import EngineState
 
 
@@ -148,6 +148,15 @@ def test_a_step_cost_is_the_line_that_it_says():
     costs = EngineCosts(step.token_s, points_of(step), step.overlap)
     for number in (0, 1, 7, 300):
         assert costs.seconds(100, number, 0) == pytest.approx(step.seconds(100, number))
+
+
+@pytest.mark.parametrize("text", ["1=8ms,32=10ms,128=18ms", "0=8ms,1=9ms", "32=10ms", "1=8ms,2=9ms,3=11ms"])
+def test_a_measured_speed_of_prompts_changes_nothing_but_steps_without_answers(text):
+    points = points_named(text)
+    costs = EngineCosts(TOKEN_S, beside_measured_prompts(points))
+    assert costs.seconds(2000, 0, 0) == pytest.approx(2000 * TOKEN_S)
+    for number in (1, 2, 3, 31, 32, 80, 256):
+        assert costs.reading_s(number, 0) == pytest.approx(EngineCosts(TOKEN_S, points).reading_s(number, 0))
 
 
 @pytest.mark.parametrize("text", ["", "8ms", "1=8", "2=8ms,1=9ms", "1=8ms,1=9ms", "1=8ms,2=7ms", "1=-8ms"])

@@ -10,6 +10,8 @@ from itertools import pairwise
 
 from kvferry.connectors.step_cost import UNITS_S, StepCost
 from kvferry.errors import ConfigurationError
+from kvferry.plan.description.layout import State
+from kvferry.plan.description.tokens import TokenRange
 
 Points = tuple[tuple[int, float], ...]
 MAX_STEP_S = 86_400.0
@@ -63,25 +65,44 @@ class EngineCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class PartOfTokens:
+    """Layers of which not all tokens move: those in a window, or of the last chunk, with `bytes_per_entry` each. With
+    `compress_ratio` above 1 an entry is of so many tokens, and all of them move. The names are those of `State`."""
+
+    bytes_per_entry: int
+    window_tokens: int = 0
+    chunk_tokens: int = 0
+    compress_ratio: int = 1
+
+    def num_bytes(self, tokens: TokenRange) -> int:
+        limits = self.window_tokens, self.chunk_tokens, self.compress_ratio
+        return self.bytes_per_entry * len(State("", "", 1, (), True, *limits).seen_by_next(tokens))
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSize:
-    """What is kept of a request: bytes for each token and of fixed size, in so many rows per block of a prompt. One of
-    both may be 0: a model whose layers all have windows keeps nothing for each token."""
+    """What moves of a request: bytes for each token, of fixed size, and of layers of which only a part of the tokens
+    moves; in so many rows per block of a prompt. A model whose layers all have windows has nothing for each token."""
 
     bytes_per_token: float
     fixed_bytes: int = 0
     rows_per_block: int = 1
     block_tokens: int = 16
+    parts: tuple[PartOfTokens, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_token >= 0 or self.fixed_bytes < 0 or not self.bytes_per_token + self.fixed_bytes > 0:
+        sizes = self.bytes_per_token, self.fixed_bytes, *(part.bytes_per_entry for part in self.parts)
+        if not min(sizes) >= 0 or not sum(sizes) > 0:
             raise ConfigurationError(
                 "a cache must have bytes",
                 found=f"{self.bytes_per_token:g} per token, {self.fixed_bytes} of fixed size",
                 expected="none below 0, and one above",
             )
 
-    def num_bytes(self, num_tokens: int) -> int:
-        return round(num_tokens * self.bytes_per_token) + self.fixed_bytes
+    def num_bytes(self, tokens: TokenRange) -> int:
+        """The bytes that move of these tokens of a prompt, the last ones."""
+        lasting = round(len(tokens) * self.bytes_per_token)
+        return lasting + self.fixed_bytes + sum(part.num_bytes(tokens) for part in self.parts)
 
     def num_rows(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens) * self.rows_per_block + 1
@@ -90,6 +111,13 @@ class CacheSize:
 def points_of(step: StepCost) -> Points:
     """Two points of the straight line that a `StepCost` is."""
     return ((0, step.step_s), (1, step.step_s + step.sequence_s))
+
+
+def beside_measured_prompts(points: Points) -> Points:
+    """The same points where the speed of prompts was measured: that has all that a step without answers takes."""
+    # The second point keeps the line to the next one, and beyond, as steep as it was.
+    first = ((0, 0.0), *((number, _interpolated(points, number)) for number in (1, 2)))
+    return (*first, *(point for point in points if point[0] > 2))
 
 
 def points_named(text: str) -> Points:

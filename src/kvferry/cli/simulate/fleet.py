@@ -27,11 +27,18 @@ from kvferry.cli.simulate.page.html import page
 from kvferry.cli.simulate.table import show, show_ratio
 from kvferry.connectors.step_cost import step_cost_named
 from kvferry.errors import ConfigurationError, choice_named
-from kvferry.plan.description.model import CacheModel, bytes_per_token
+from kvferry.plan.description.model import CacheModel
 from kvferry.router.config import PrefillFallback
 from kvferry.router.policy.plugins import policy_named
 from kvferry.router.policy.records import Limits
-from kvferry.simulate.costs import CacheSize, EngineCosts, points_named, points_of
+from kvferry.simulate.costs import (
+    CacheSize,
+    EngineCosts,
+    PartOfTokens,
+    beside_measured_prompts,
+    points_named,
+    points_of,
+)
 from kvferry.simulate.incidents import HotPrefix, incident_named, of_kind
 from kvferry.simulate.load import Load, arrivals_of
 from kvferry.simulate.ratio import find_ratio
@@ -42,6 +49,8 @@ from kvferry.system import os_error_text
 
 # How long a run goes on after the last request of a trace.
 END_OF_TRACE_S = 1.0
+# No window, no chunk, and a token an entry: the last three of `State.token_limits`.
+ALL_TOKENS_MOVE = (0, 0, 1)
 
 
 def simulate_fleet(options: FleetOptions, typed: str) -> None:
@@ -130,9 +139,10 @@ def _setting(options: FleetOptions, planned: tuple[PlannedRequest, ...]) -> Sett
 
 def _costs(options: EngineOptions) -> EngineCosts:
     step = step_cost_named(options.step_cost)
+    points = points_named(options.decode_steps) if options.decode_steps else points_of(step)
     return EngineCosts(
         token_s=1.0 / options.prefill_speed if options.prefill_speed else step.token_s,
-        points=points_named(options.decode_steps) if options.decode_steps else points_of(step),
+        points=beside_measured_prompts(points) if options.prefill_speed else points,
         overlap=step.overlap,
         context_s=options.context_cost / 1e6,
         chunk_tokens=options.chunk_tokens,
@@ -151,12 +161,15 @@ def _wires(options: CacheOptions) -> Wires:
 
 
 def _size_of(model: CacheModel) -> CacheSize:
-    """The size of the cache of a prompt that fills all windows: what they hold is of fixed size then."""
-    kept = [each for each in model.kept() if each.state.per_token]
-    windows = [(each, each.state.window_tokens or each.state.chunk_tokens) for each in kept]
-    lasting = [each for each, window in windows if not window]
-    held = sum(each.num_bytes * window // each.state.compress_ratio for each, window in windows)
-    return CacheSize(float(bytes_per_token(lasting)), model.fixed_bytes + held, len(lasting))
+    """What moves of a model's cache, as `kvferry plan` reckons: states of which the same tokens move are one part."""
+    limits: dict[tuple[int, int, int], list[int]] = {}
+    for kept in model.kept():
+        if kept.state.per_token:
+            limits.setdefault(kept.state.token_limits[1:], []).append(kept.num_bytes)
+    lasting = limits.pop(ALL_TOKENS_MOVE, [])
+    parts = tuple(PartOfTokens(sum(sizes), *limit) for limit, sizes in limits.items())
+    rows = len(lasting) + sum(len(sizes) for limit, sizes in limits.items() if limit[2] > 1)
+    return CacheSize(float(sum(lasting)), model.fixed_bytes, rows, parts=parts)
 
 
 def _routing(options: RouterOptions) -> Routing:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import simpy
 
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.strategy.calibration import typical_device
 from kvferry.plan.strategy.cost_model import Counts, choose
 from kvferry.simulate.costs import CacheSize
@@ -89,23 +90,23 @@ class Network:
             self._links[owner] = Link(self._env, self._link_bytes_per_s)
         return self._links[owner]
 
-    def overhead_s(self, num_tokens: int) -> float:
+    def overhead_s(self, tokens: TokenRange) -> float:
         """The time that the price model adds to that of the bytes on the wire, for a transfer alone."""
-        num_bytes, num_rows = self._cache.num_bytes(num_tokens), self._cache.num_rows(num_tokens)
+        num_bytes, num_rows = self._cache.num_bytes(tokens), self._cache.num_rows(len(tokens))
         priced = choose(Counts(num_bytes, num_rows, num_rows), self._costs)
         return max(priced.predicted_s - num_bytes / self._link_bytes_per_s, 0.0)
 
-    def move(self, source: tuple[object, int], target: tuple[object, int], num_tokens: int) -> simpy.Event:
-        """Move a cache from an engine in a rack to another one. Return the event of its end."""
-        if num_tokens <= 0:
+    def move(self, source: tuple[object, int], target: tuple[object, int], tokens: TokenRange) -> simpy.Event:
+        """Move the cache of tokens from an engine in a rack to another one. Return the event of its end."""
+        if not tokens:
             return self._env.timeout(0.0)
         links = [self.link_of(source[0]), self.link_of(target[0])]
         if source[1] != target[1]:
             links += [self.upwards[source[1]], self.downwards[target[1]]]
-        num_bytes = self._cache.num_bytes(num_tokens)
+        num_bytes = self._cache.num_bytes(tokens)
         places = [(link, link.enqueue(num_bytes)) for link in links]
         done = self._env.event()
-        _Transfer(self._env, places, self.overhead_s(num_tokens), done)
+        _Transfer(self._env, places, self.overhead_s(tokens), done)
         return done
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import simpy
 
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.router.answers.engine_response import CACHE, CACHE_REASON
 from kvferry.router.events import INSTANCE_DOWN, Answered, Ended, Event, Failed, Opened
 from kvferry.router.policy.records import Instance
@@ -73,7 +74,7 @@ class Upstream:
         """Fetch the cache that the prefill has left, then write the answer. If that cache is gone, the prompt is
         computed here, when that has been noticed."""
         source = prefill.engine
-        missing = self._cost.prompt_tokens - self.engine.num_cached(self._names) * PREFIX_TOKENS
+        missing = TokenRange(self.engine.num_cached(self._names) * PREFIX_TOKENS, self._cost.prompt_tokens)
 
         def arrived() -> None:
             if prefill.is_kept:
