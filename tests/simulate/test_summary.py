@@ -34,6 +34,49 @@ def test_an_incident_within_one_that_is_not_over_has_nothing_to_be_compared_with
     assert within.during.ends_s == 60.0
 
 
+def test_an_incident_that_does_nothing_changes_no_goodput():
+    """However long answers take: those that are open when it begins are fewer before it, and no lower rate."""
+    given = setting(FLEET, 120.0, ["link of rack 0 at 99% from 30 to 40"])
+    report = report_of(run(given, rate=5.0, lengths=((400, 1200), (1000, 1001))))
+    (course,) = report.courses
+    assert course.recovery_s == 0.0
+    assert course.before.num_requests < course.before.num_arrived
+    for part in (course.before, course.during, course.after):
+        arrived = [each for each in report.result.outcomes if part.begins_s <= each.arrived_s < part.ends_s]
+        assert part.num_good == part.num_requests > 0
+        assert part.goodput == len(arrived) / (part.ends_s - part.begins_s) > 0
+
+
+@pytest.mark.parametrize(
+    ("incidents", "words", "times"),
+    [
+        (["rack 0 dies from 20 to 25", "rack 1 dies from 20 to 25"], [(0, 1)], [(20.0, 25.0)]),
+        (["rack 1 dies from 22 to 30", "rack 0 dies from 20 to 25"], [(1, 0)], [(20.0, 30.0)]),
+        (["rack 0 dies from 20 to 30", "hot prefix 40% from 22 to 24"], [(0, 1)], [(20.0, 30.0)]),
+        (["rack 0 dies at 20", "link of rack 1 at 50% from 20"], [(0, 1)], [(20.0, math.inf)]),
+        (["rack 0 dies from 20 to 25", "rack 1 dies from 25 to 30"], [(0,), (1,)], [(20.0, 25.0), (25.0, 30.0)]),
+    ],
+)
+def test_incidents_at_one_time_are_looked_at_together(incidents, words, times):
+    found = courses(*incidents)
+    assert [course.words for course in found] == ["; ".join(incidents[place] for place in each) for each in words]
+    assert [(course.begins_s, course.ends_s) for course in found] == times
+    assert all(course.during.num_requests > 0 for course in found)
+    assert all(course.during.ends_s >= min(course.ends_s, 25.0) for course in found)
+
+
+@pytest.mark.parametrize(
+    "incidents",
+    [["rack 1 dies from 5 to 20"], ["rack 1 dies from 2 to 4", "rack 0 dies from 5 to 8"], ["rack 1 dies at 5"]],
+)
+def test_what_happens_in_the_warm_up_counts_no_request_of_it(incidents):
+    found = courses(*incidents, warm_up_s=30.0)
+    for course in found:
+        parts = course.before, course.during, course.after
+        assert all(30.0 <= part.begins_s <= part.ends_s <= 60.0 for part in parts)
+        assert course.recovery_s is None
+
+
 @pytest.mark.parametrize("duration_s", [1.0, 2.1, 3.3, 20.0, 23.7, 60.0, 119.9])
 def test_a_run_is_looked_at_as_often_whatever_its_length(duration_s):
     result = run(setting(FLEET, duration_s), rate=40.0)

@@ -56,10 +56,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of the requests that arrived in a time. `good_share` of them met the limits, at the rate `goodput`."""
+    """Figures of requests, of which `good_share` met the limits. `num_arrived` requests arrived from `begins_s` to
+    `ends_s`: these ones, or others as well. `goodput` is the rate of good ones if all of them are like these."""
 
     begins_s: float
     ends_s: float
+    num_arrived: int
     num_requests: int
     num_good: int
     num_failed: int
@@ -76,7 +78,9 @@ class Figures:
     @property
     def goodput(self) -> float:
         seconds = self.ends_s - self.begins_s
-        return self.num_good / seconds if seconds > 0 else 0.0
+        if seconds <= 0 or not self.num_requests:
+            return 0.0
+        return self.num_good * self.num_arrived / self.num_requests / seconds
 
 
 def figures_of(outcomes: Sequence[Outcome], slo: Slo, begins_s: float, ends_s: float) -> Figures:
@@ -87,6 +91,7 @@ def figures_of(outcomes: Sequence[Outcome], slo: Slo, begins_s: float, ends_s: f
     return Figures(
         begins_s,
         ends_s,
+        num_arrived=len(found),
         num_requests=len(found),
         num_good=sum(each.meets(slo) for each in found),
         num_failed=len(found) - len(answered),

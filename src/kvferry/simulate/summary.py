@@ -28,16 +28,25 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The figures before an incident, until it is over and everything is as before, and after that. `recovery_s` is
-    how long that took from its beginning: 0 where nothing was ever worse, infinite where the end was still worse, None
-    where no request that counts had ended before it: there is nothing to compare with."""
+    """The figures before an incident, until it is over and everything is as before, and after that. Several
+    `incidents` that happen at one time are one here. `recovery_s` is how long it took from the beginning: 0 where
+    nothing was ever worse, infinite where the end was still worse, None where no request that counts had ended before
+    it: there is nothing to compare with."""
 
-    incident: Incident
+    incidents: tuple[Incident, ...]
     ends_s: float
     before: Figures
     during: Figures
     after: Figures
     recovery_s: float | None
+
+    @property
+    def begins_s(self) -> float:
+        return self.incidents[0].begins_s
+
+    @property
+    def words(self) -> str:
+        return "; ".join(incident.words for incident in self.incidents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +66,36 @@ def report_of(result: Result) -> Report:
     setting = result.setting
     begins_s, ends_s = setting.times.warm_up_s, setting.duration_s
     figures = figures_of(result.outcomes, setting.slo, begins_s, ends_s)
-    incidents = sorted(setting.incidents, key=lambda incident: incident.begins_s)
-    # An incident is looked at from the end of the one before until the next one begins.
-    nexts = [*(incident.begins_s for incident in incidents), ends_s][1:]
+    together = _together(result)
+    # Incidents are looked at from the end of those before until the next ones begin.
+    nexts = [*(incidents[0].begins_s for incidents in together), ends_s][1:]
     courses: list[Course] = []
-    for incident, next_s in zip(incidents, nexts, strict=True):
+    for incidents, next_s in zip(together, nexts, strict=True):
         first_s = courses[-1].during.ends_s if courses else begins_s
-        courses.append(_course(result, incident, (first_s, incident.begins_s, next_s)))
+        # What comes in the warm-up does not count, whatever happens there.
+        edges = first_s, max(incidents[0].begins_s, begins_s), max(next_s, begins_s)
+        courses.append(_course(result, incidents, edges))
     windows = _windows(result.outcomes, result, 0.0, ends_s)
     return Report(result, figures, tuple(windows), _resources(result, figures), tuple(courses))
+
+
+def _together(result: Result) -> list[tuple[Incident, ...]]:
+    """The incidents in order. Those that begin together, or before the end of another one, are one: nobody can tell
+    what follows from which. One for good ends where the next one begins."""
+    found: list[tuple[Incident, ...]] = []
+    latest_s = -math.inf
+    for incident in sorted(result.setting.incidents, key=lambda incident: incident.begins_s):
+        if found and (incident.begins_s < latest_s or incident.begins_s == found[-1][0].begins_s):
+            found[-1] = (*found[-1], incident)
+        else:
+            found.append((incident,))
+        ends_s = _ends_s(result, incident)
+        latest_s = max(latest_s, ends_s if math.isfinite(ends_s) else incident.begins_s)
+    return found
+
+
+def _ends_s(result: Result, incident: Incident) -> float:
+    return result.ended.get(incident, incident.ends_s)
 
 
 def _resources(result: Result, figures: Figures) -> tuple[Resource, ...]:
@@ -90,17 +120,27 @@ def _mean(samples: Sequence[Sample], name: str) -> float:
     return sum(getattr(sample, name) for sample in samples) / len(samples) if samples else 0.0
 
 
-def _course(result: Result, incident: Incident, around: tuple[float, float, float]) -> Course:
-    """The course of an incident between the one before and the next. Requests that were open when it began met it."""
+def _course(result: Result, incidents: tuple[Incident, ...], around: tuple[float, float, float]) -> Course:
+    """The course of incidents between those before and the next ones. Requests that were open when they began met
+    them."""
     slo, outcomes = result.setting.slo, result.outcomes
     first_s, begins_s, last_s = around
     before = figures_of([each for each in outcomes if each.ended_s < begins_s], slo, first_s, begins_s)
     recovery_s = _recovery_s(before, _windows(outcomes, result, begins_s, last_s))
-    ends_s = result.ended.get(incident, incident.ends_s)
-    over_s = _over_s(incident, ends_s, recovery_s, last_s)
-    met = [each for each in outcomes if begins_s <= each.ended_s and first_s <= each.arrived_s < over_s]
+    ends_s = max(_ends_s(result, incident) for incident in incidents)
+    over_s = _over_s(incidents, ends_s, recovery_s, around)
+    met = [each for each in outcomes if each.ended_s >= begins_s]
     during = replace(figures_of(met, slo, first_s, over_s), begins_s=begins_s)
-    return Course(incident, ends_s, before, during, figures_of(outcomes, slo, over_s, last_s), recovery_s)
+    after = figures_of(outcomes, slo, over_s, last_s)
+    # They are fewer, or more, than came in that time: a rate of them would be none.
+    before, during = (_at_rate(figures, outcomes) for figures in (before, during))
+    return Course(incidents, ends_s, before, during, after, recovery_s)
+
+
+def _at_rate(figures: Figures, outcomes: Sequence[Outcome]) -> Figures:
+    """The figures with the number of all requests that arrived in their time."""
+    num_arrived = sum(figures.begins_s <= each.arrived_s < figures.ends_s for each in outcomes)
+    return replace(figures, num_arrived=num_arrived)
 
 
 def _recovery_s(before: Figures, windows: Sequence[Figures]) -> float | None:
@@ -113,12 +153,15 @@ def _recovery_s(before: Figures, windows: Sequence[Figures]) -> float | None:
     return worse[-1].ends_s - windows[0].begins_s if worse else 0.0
 
 
-def _over_s(incident: Incident, ends_s: float, recovery_s: float | None, last_s: float) -> float:
-    """When an incident is over and all is as before. One for good is over when requests do not suffer any more; where
+def _over_s(
+    incidents: Sequence[Incident], ends_s: float, recovery_s: float | None, around: tuple[float, float, float]
+) -> float:
+    """When incidents are over and all is as before. One for good is over when requests do not suffer any more; where
     they never did, or nobody can tell, it lasts."""
-    has_end = math.isfinite(ends_s) or isinstance(incident, Rollout)
-    begins_s = ends_s if not has_end and not recovery_s else incident.begins_s
-    return min(max(begins_s + (recovery_s or 0.0), ends_s if has_end else 0.0), last_s)
+    _, begins_s, last_s = around
+    if math.isfinite(ends_s) or any(isinstance(incident, Rollout) for incident in incidents):
+        return min(max(begins_s + (recovery_s or 0.0), ends_s), last_s)
+    return min(begins_s + recovery_s, last_s) if recovery_s else last_s
 
 
 def _windows(outcomes: Sequence[Outcome], result: Result, begins_s: float, ends_s: float) -> list[Figures]:

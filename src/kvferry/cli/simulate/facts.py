@@ -93,8 +93,8 @@ def _times(name: str, of: Summary) -> dict[str, float]:
 def _course(course: Course) -> dict[str, Any]:
     """null for what has no end, or was not seen, or, where it was not `compared`, cannot be told."""
     return {
-        "words": course.incident.words,
-        "begins_s": course.incident.begins_s,
+        "words": course.words,
+        "begins_s": course.begins_s,
         "ends_s": _finite(course.ends_s),
         "compared": course.recovery_s is not None,
         "recovery_s": None if course.recovery_s is None else _finite(course.recovery_s),
