@@ -14,14 +14,15 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from kvferry.bench.accuracy.client import IGNORED, Server
-from kvferry.bench.accuracy.comparison import Comparison, Measured, Run, perplexity
+from kvferry.bench.accuracy.comparison import Comparison, Measured, Run, num_correct, perplexity
 from kvferry.bench.accuracy.completion import Answer, answer_of
 from kvferry.bench.accuracy.items import Item, read_items, shipped_items
 from kvferry.bench.accuracy.page import _section, accuracy_page
 from kvferry.bench.accuracy.run import Extent, _spread, measure
-from kvferry.bench.accuracy.verdict import Limits, faults
+from kvferry.bench.accuracy.verdict import Limits, faults, remarks, too_many_differ
 from kvferry.cli.bench.accuracy import _items
 from kvferry.cli.bench.command import AccuracyOptions
+from kvferry.cli.bench.same_server import is_same_server
 from kvferry.cli.main import app
 from kvferry.errors import ConfigurationError
 
@@ -138,7 +139,41 @@ def test_answers_that_differ_more_than_batches_make_them_are_a_fault():
     assert faults_of(one, compared(WHOLE)) == [], "one may be chance"
     (fault,) = faults_of(one, compared(WHOLE), min_equal=1.0)
     assert "at least 100.0%" in fault
-    assert "too few to tell" in faults_of(different, different)[0]
+    three = compared([*[said((7,))] * 3, SAME[0]])
+    assert "too few to tell" in faults_of(three, one)[0]
+
+
+def test_a_split_that_is_as_good_as_the_control_has_no_fault_and_maybe_a_remark():
+    """However many answers differ in both, as with random weights."""
+    assert list(too_many_differ(84, 108, 84, None)) == []
+    assert list(too_many_differ(85, 108, 84, None)) != [], "nobody can tell"
+    different = compared([said((7,))] * 4)
+    assert faults_of(different, different) == []
+    (remark,) = remarks(84, 108, 84, 108)
+    assert "84 of 108 answers differ, and 84 in the control" in remark
+    assert list(remarks(10, 108, 10, 108)) == list(remarks(0, 3, 3, 3)) == list(remarks(3, 3, None, 3)) == []
+
+
+def test_a_split_that_may_be_none_is_remarked():
+    (remark,) = remarks(0, 108, 0, None)
+    assert "--url may be one server" in remark
+
+
+def test_answers_without_tokens_compare_nothing():
+    one = [replace(answer, path="", cache="") for answer in (said(()), *SAME[1:])]
+    assert faults_of(compared(one, baseline=one)) == []
+    empty = [said(())] * 3 + [SAME[0]]
+    whole = [replace(answer, path="", cache="") for answer in empty]
+    assert faults_of(compared(empty, baseline=whole)) == ["3 of 4 answers of the whole server are empty"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_right"), [("1", True), (" 1", True), ("1 2 ", True), ("\t1\n", True), ("2", False), (" ", False)]
+)
+def test_an_answer_is_right_whatever_space_is_around_it(answer, is_right):
+    item = Item("x", answer=answer)
+    assert num_correct([item], SAME[:1]) == is_right
+    assert item.has_answer == bool(answer.strip())
 
 
 def test_the_share_that_must_be_equal_may_be_met_exactly():
@@ -351,6 +386,9 @@ def test_the_page_says_what_came_of_it():
     [
         [],
         ["--against", "http://127.0.0.1:8000/"],
+        ["--against", "http://localhost:8000"],
+        ["--url", "http://[::ffff:127.0.0.1]:8000/v1", "--against", "http://[::FFFF:7f00:1]:8000"],
+        ["--url", "http://127.0.0.1/", "--against", "http://localhost:80/v1"],
         ["--against", "http://127.0.0.1:1", "--no-control"],
         ["--against", "http://127.0.0.1:1", "--no-control", "--min-equal", "1", "--factor", "3"],
     ],
@@ -359,6 +397,28 @@ def test_what_would_compare_nothing_is_refused(words):
     result = CliRunner().invoke(app, ["bench", "accuracy", *words])
     assert (result.exit_code, result.stdout) == (2, "")
     assert "error:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8001"),
+        ("http://127.0.0.1/split", "http://localhost/whole"),
+        ("http://127.0.0.1:8000", "http://127.0.0.1:99999"),
+        ("http://127.0.0.1:8000", f"http://{'a' * 70}.invalid:8000"),
+        ("http://127.0.0.1:8000", "nothing"),
+    ],
+)
+def test_servers_that_may_be_two_are_two(one, other):
+    assert not is_same_server(one, other)
+    assert not is_same_server(other, one)
+
+
+def test_two_names_of_one_address_may_be_two_servers(monkeypatch):
+    """An ingress tells them by their names."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("192.0.2.1", 80))])
+    assert not is_same_server("http://split.example", "http://whole.example")
+    assert is_same_server("http://192.0.2.1", "http://whole.example")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,11 @@ class Comparison:
         return len(self._answered)
 
     @property
+    def num_empty(self) -> int:
+        """How many answers of the baseline have no tokens."""
+        return sum(not one.tokens for _, one, _ in self._answered)
+
+    @property
     def num_equal(self) -> int:
         return self.num_compared - len(self.divergences)
 
@@ -111,6 +116,11 @@ class Measured:
     unscored: str
 
     @property
+    def num_different_by_chance(self) -> int | None:
+        """How many answers differ in the control; None without one."""
+        return len(self.control.divergences) if self.control is not None else None
+
+    @property
     def left_out(self) -> list[str]:
         """What the whole server says of prompts that it cannot take: those are not compared."""
         return [answer.error for answer in self.baseline.all if answer.is_unfit]
@@ -139,4 +149,4 @@ def perplexity(scores: Sequence[Answer]) -> float | None:
 def num_correct(items: Sequence[Item], answers: Sequence[Answer]) -> int:
     """The number of answers that begin as they should, where that is known."""
     pairs = zip(items, answers, strict=True)
-    return sum(bool(item.answer) and answer.text.strip().startswith(item.answer) for item, answer in pairs)
+    return sum(item.has_answer and answer.text.strip().startswith(item.answer.strip()) for item, answer in pairs)

@@ -29,6 +29,11 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reference: str = ""
     answer: str = ""
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether it is known what a right answer begins with."""
+        return bool(self.answer.strip())
+
 
 def read_items(lines: Iterable[str]) -> tuple[Item, ...]:
     """The prompts in lines of JSON, one object each. Raises ConfigurationError that names the line."""

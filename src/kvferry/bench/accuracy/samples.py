@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.bench.accuracy.verdict import DEVIATIONS, LEAST_SPLIT, too_many_differ
+from kvferry.bench.accuracy.verdict import DEVIATIONS, LEAST_SPLIT, MOST_EMPTY, too_many_differ
 from kvferry.errors import ConfigurationError
 
 Document = tuple[str, int]
@@ -21,9 +21,6 @@ Place = tuple[Document, str]
 """A document, and the name of the filter that its answer went through."""
 Score = tuple[str, str, str]
 """A task, a metric and a filter."""
-
-# With a larger share of empty answers nothing can be learned.
-MOST_EMPTY = 0.5
 
 
 class Line(msgspec.Struct, frozen=True):

@@ -14,6 +14,8 @@ DEVIATIONS = 2.5
 ROUNDING = 1e-4
 # If a smaller share of requests went through the split, the whole server was mostly compared with another whole one.
 LEAST_SPLIT = 0.5
+# With a larger share of answers without tokens nothing can be learned.
+MOST_EMPTY = 0.5
 SLACK = 1e-9
 
 
@@ -28,7 +30,16 @@ class Limits:
 
 def faults(measured: Measured, limits: Limits) -> list[str]:
     """Why the split is not as good as the whole, or was not compared, in words; empty if it is."""
-    return [*_not_compared(measured), *_different(measured.split, measured.control, limits)]
+    return [*_not_compared(measured), *_empty(measured.split), *_different(measured, limits)]
+
+
+def remarks(different: int, compared: int, by_chance: int | None, num_split: int | None) -> Iterator[str]:
+    """What a reader should know of a comparison, and is no fault: the numbers are those of `too_many_differ`, and how
+    many requests went through a split, None where nobody says so."""
+    if num_split is None:
+        yield "nothing says which way the requests went: --url may be one server that does everything, too"
+    if by_chance is not None and 0 < different <= by_chance and _most_by_chance(by_chance) >= compared:
+        yield f"{different} of {compared} answers differ, and {by_chance} in the control: that says little of the split"
 
 
 def _not_compared(measured: Measured) -> Iterator[str]:
@@ -46,8 +57,16 @@ def _not_compared(measured: Measured) -> Iterator[str]:
         yield f"only {split.num_split} of {num_asked} requests went through a split"
 
 
-def _different(split: Comparison, control: Comparison | None, limits: Limits) -> Iterator[str]:
-    by_chance = len(control.divergences) if control is not None else None
+def _empty(split: Comparison) -> Iterator[str]:
+    """Answers without tokens are all equal."""
+    num_empty, compared = split.num_empty, split.num_compared
+    if num_empty > MOST_EMPTY * compared:
+        yield f"{num_empty} of {compared} answers of the whole server are empty"
+
+
+def _different(measured: Measured, limits: Limits) -> Iterator[str]:
+    split, control = measured.split, measured.control
+    by_chance = measured.num_different_by_chance
     yield from too_many_differ(len(split.divergences), split.num_compared, by_chance, limits.min_equal)
     if control is None:
         return
@@ -63,8 +82,13 @@ def too_many_differ(different: int, compared: int, by_chance: int | None, min_eq
         yield f"{different} of {compared} answers differ; expected at least {min_equal:.1%} to be equal"
     if by_chance is None:
         return
-    most = by_chance + DEVIATIONS * math.sqrt(2 * by_chance + 1)
+    most = _most_by_chance(by_chance)
     if different > most:
         yield f"{different} of {compared} answers differ, where {by_chance} do in the control"
-    elif different and most >= compared:
+    elif different > by_chance and most >= compared:
         yield f"{different} of {compared} answers differ: these are too few to tell whether that is chance"
+
+
+def _most_by_chance(by_chance: int) -> float:
+    """How many different answers may have the cause that so many have in the control."""
+    return by_chance + DEVIATIONS * math.sqrt(2 * by_chance + 1)

@@ -11,10 +11,10 @@ from kvferry.bench.accuracy.comparison import Comparison, Measured, num_correct,
 from kvferry.bench.accuracy.items import Item, read_items, shipped_items
 from kvferry.bench.accuracy.page import accuracy_page
 from kvferry.bench.accuracy.run import Extent, measure
-from kvferry.bench.accuracy.verdict import Limits, faults
+from kvferry.bench.accuracy.verdict import Limits, faults, remarks
 from kvferry.bench.load.target import served_model
 from kvferry.cli import console
-from kvferry.cli.bench.accuracy_table import show
+from kvferry.cli.bench.accuracy_table import Verdict, show
 from kvferry.cli.bench.command import AccuracyOptions, base_of
 from kvferry.cli.bench.progress import BenchProgress
 from kvferry.cli.bench.serve import headers_named
@@ -29,10 +29,13 @@ def bench_accuracy(options: AccuracyOptions) -> int:
     plot, items = console.page_file(options.plot), _items(options)
     measured = asyncio.run(_run(options, items))
     found = faults(measured, Limits(options.min_equal, options.factor))
+    split = measured.split
+    different, by_chance = len(split.divergences), measured.num_different_by_chance
+    verdict = Verdict(found, list(remarks(different, split.num_compared, by_chance, split.num_split)))
     if options.as_json:
-        console.data(_json(options, measured, found))
+        console.data(_json(options, measured) | verdict.as_json())
     else:
-        show(measured, found)
+        show(measured, verdict)
     if plot is not None:
         console.write_page(plot, accuracy_page(f"{options.url} against {options.against}", measured, found))
     return 1 if found else 0
@@ -76,7 +79,7 @@ async def _run(options: AccuracyOptions, items: tuple[Item, ...]) -> Measured:
         return await measure(whole, split, items, extent, phase, with_control=options.control)
 
 
-def _json(options: AccuracyOptions, measured: Measured, found: list[str]) -> dict[str, object]:
+def _json(options: AccuracyOptions, measured: Measured) -> dict[str, object]:
     return {
         "url": options.url,
         "against": options.against,
@@ -89,10 +92,9 @@ def _json(options: AccuracyOptions, measured: Measured, found: list[str]) -> dic
         },
         "split": _figures(measured.split),
         "control": _figures(measured.control) if measured.control else None,
-        "with_answer": sum(bool(item.answer) for item in measured.items),
+        "with_answer": sum(item.has_answer for item in measured.items),
         "left_out": measured.left_out,
         "not_scored": measured.unscored or None,
-        "faults": found,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +13,18 @@ from kvferry.bench.accuracy.comparison import Comparison, Measured, num_correct,
 NOTHING = "-"
 
 
-def show(measured: Measured, faults: list[str]) -> None:
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why the split is not as good as the whole, and what else a reader should know."""
+
+    faults: list[str]
+    remarks: list[str]
+
+    def as_json(self) -> dict[str, object]:
+        return {"faults": self.faults, "remarks": self.remarks}
+
+
+def show(measured: Measured, verdict: Verdict) -> None:
     """Print the table, with a row for each figure and a column for each run, and then the verdict."""
     out = Console(highlight=False, markup=False, emoji=False)
     out.print(_table(measured))
@@ -24,14 +36,16 @@ def show(measured: Measured, faults: list[str]) -> None:
         )
     for name, token in list(measured.split.divergences.items())[:5]:
         out.print(f"differs from token {token + 1} on: prompt {name}", soft_wrap=True)
-    show_verdict(out, faults)
+    show_verdict(out, verdict)
 
 
-def show_verdict(out: Console, faults: list[str]) -> None:
+def show_verdict(out: Console, verdict: Verdict) -> None:
     """Print whether the split is as good as the whole, or why not."""
-    if faults:
+    for remark in verdict.remarks:
+        out.print(remark, soft_wrap=True)
+    if verdict.faults:
         out.print("The split does not answer as the whole does:", style="bold red")
-        for fault in faults:
+        for fault in verdict.faults:
             out.print(f"  {fault}", soft_wrap=True)
     else:
         out.print("The split answers as the whole does.", style="bold green")
@@ -63,7 +77,7 @@ def _table(measured: Measured) -> Table:
         number(perplexity(measured.baseline.scores)),
         lambda run: number(run.perplexity),
     )
-    if with_answer := sum(bool(item.answer) for item in measured.items):
+    if with_answer := sum(item.has_answer for item in measured.items):
         own = num_correct(measured.items, measured.baseline.answers)
         row("right answers", f"{own} of {with_answer}", lambda run: f"{run.num_correct} of {with_answer}")
     row("errors", NOTHING, lambda run: str(len(run.errors)))

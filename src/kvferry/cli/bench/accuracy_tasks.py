@@ -18,9 +18,10 @@ from rich.table import Table
 from kvferry.bench.accuracy.client import Server
 from kvferry.bench.accuracy.lm_eval import Evaluation, EvaluationError
 from kvferry.bench.accuracy.samples import TaskComparison, TaskRuns, named, task_faults
+from kvferry.bench.accuracy.verdict import remarks
 from kvferry.cli import console, environment
 from kvferry.cli.bench.accuracy import servers_of
-from kvferry.cli.bench.accuracy_table import NOTHING, number, part_of, runs_table, show_verdict
+from kvferry.cli.bench.accuracy_table import NOTHING, Verdict, number, part_of, runs_table, show_verdict
 from kvferry.cli.bench.command import AccuracyOptions
 from kvferry.cli.http_get import get
 from kvferry.cli.scrape import reading_of
@@ -42,12 +43,19 @@ def bench_tasks(options: AccuracyOptions) -> int:
     whole, split = asyncio.run(servers_of(options))
     with _ended_by_sigterm():
         runs = _runs(evaluation, whole, split, with_control=options.control)
-    faults = list(task_faults(runs, options.min_equal))
+    verdict = _verdict(runs, options.min_equal)
     if options.as_json:
-        console.data(_json(options, runs, faults))
+        console.data(_json(options, runs) | verdict.as_json())
     else:
-        _show(runs, faults)
-    return 1 if faults else 0
+        _show(runs, verdict)
+    return 1 if verdict.faults else 0
+
+
+def _verdict(runs: TaskRuns, min_equal: float | None) -> Verdict:
+    split = runs.split
+    by_chance = len(runs.control.different) if runs.control else None
+    said = remarks(len(split.different), split.num_compared, by_chance, split.num_split) if not runs.failure else ()
+    return Verdict(list(task_faults(runs, min_equal)), list(said))
 
 
 def _runs(evaluation: Evaluation, whole: Server, split: Server, *, with_control: bool) -> TaskRuns:
@@ -95,11 +103,11 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _show(runs: TaskRuns, faults: list[str]) -> None:
+def _show(runs: TaskRuns, verdict: Verdict) -> None:
     """A row for each score, a column for each run; then the verdict."""
     out = Console(highlight=False, markup=False, emoji=False)
     out.print(_table(runs))
-    show_verdict(out, faults)
+    show_verdict(out, verdict)
 
 
 def _table(runs: TaskRuns) -> Table:
@@ -120,7 +128,7 @@ def _table(runs: TaskRuns) -> Table:
     return table
 
 
-def _json(options: AccuracyOptions, runs: TaskRuns, faults: list[str]) -> dict[str, Any]:
+def _json(options: AccuracyOptions, runs: TaskRuns) -> dict[str, Any]:
     return {
         "url": options.url,
         "against": options.against,
@@ -129,7 +137,6 @@ def _json(options: AccuracyOptions, runs: TaskRuns, faults: list[str]) -> dict[s
         "baseline": _scores(TaskComparison(runs.baseline, runs.baseline)),
         "split": _figures(runs.split),
         "control": _figures(runs.control) if runs.control else None,
-        "faults": faults,
     }
 
 

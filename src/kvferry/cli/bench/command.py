@@ -11,6 +11,7 @@ import typer
 
 from kvferry.bench.load.workload import Endpoint
 from kvferry.bench.report.slo import ItlBy
+from kvferry.cli.bench.same_server import is_same_server
 from kvferry.cli.options import Json, check_unused, command_of, common, is_given, option_of
 from kvferry.errors import ConfigurationError
 
@@ -154,7 +155,7 @@ def _check_accuracy(context: typer.Context, options: AccuracyOptions) -> None:
     one = "the URL of one server with the same model that does everything"
     if not options.against:
         raise ConfigurationError("--against is missing", expected=one)
-    if base_of(options.against) == base_of(options.url):
+    if is_same_server(base_of(options.against), base_of(options.url)):
         raise ConfigurationError("--url and --against are the same server", found=options.url, expected=one)
     if options.lm_eval:
         check_unused(context, NOT_BESIDE_LM_EVAL, "beside --lm-eval")
