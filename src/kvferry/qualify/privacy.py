@@ -13,6 +13,7 @@ import msgspec
 
 from kvferry.qualify.outcome import Outcome
 
+DOMAINS: Final = "local|localdomain|lan|internal|intranet|intra|corp|home|private|com|net|org|edu|gov"
 INSTEAD: Final = (
     (re.compile(r"\b[a-z][a-z0-9+.-]*:/{2,3}[^\s'\"<>,;)]+", re.IGNORECASE), "(URL)"),
     # From a slash that divides no two words, a home or a folder above, to the end of the word.
@@ -20,7 +21,15 @@ INSTEAD: Final = (
     (re.compile(r"\w[\w.-]*(?:/[\w.-]+){2,}"), "(path)"),
     (re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b", re.IGNORECASE), "(number)"),
     (re.compile(r"(?<!\w)(?:[0-9a-f]{2}:){5}[0-9a-f]{2}(?![\w:])", re.IGNORECASE), "(address)"),
-    (re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?(?!\.?\d)"), "(address)"),
+    # Libraries of CUDA have versions of four numbers.
+    (
+        re.compile(
+            r"(?<![\w.])(?<!==)(?<!version )(?<!cudnn )(?<!cublas )(?<!cusparselt )(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?"
+            r"(?!\.?\d)",
+            re.IGNORECASE,
+        ),
+        "(address)",
+    ),
     (
         re.compile(
             r"(?<!\w)\[?(?:[0-9a-f]{1,4}(?::[0-9a-f]{1,4})*::[0-9a-f:]*|::[0-9a-f][0-9a-f:]*"
@@ -30,6 +39,8 @@ INSTEAD: Final = (
         "(address)",
     ),
     (re.compile(r"\b(?:[a-z0-9-]+\.){2,}[a-z]{2,}\b(?::\d+)?", re.IGNORECASE), "(host)"),
+    # Of two words with a dot between them most are modules and files.
+    (re.compile(rf"\b[a-z0-9-]+\.(?:{DOMAINS})\b(?!\.\w)(?::\d+)?", re.IGNORECASE), "(host)"),
     (re.compile(r"\bip-\d+-\d+-\d+-\d+\b"), "(host)"),
     (re.compile(r"0x[0-9a-f]{4,}|\b(?=[a-f]*\d)[0-9a-f]{10,}\b", re.IGNORECASE), "(number)"),
 )
@@ -40,12 +51,11 @@ MIN_NAME: Final = 2
 def cleaner(names: Sequence[str]) -> Callable[[Outcome], Outcome]:
     """What replaces `names` (of this host and its user), paths and addresses in an outcome."""
     known = sorted({name for name in names if len(name) >= MIN_NAME}, key=len, reverse=True)
-    own = [re.compile(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", re.IGNORECASE) for name in known]
+    own = [(re.compile(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", re.IGNORECASE), "(name)") for name in known]
 
     def text_without(text: str) -> str:
-        for pattern in own:
-            text = pattern.sub("(name)", text)
-        for pattern, instead in INSTEAD:
+        # Names come last: one amid a path would hide from the pattern that the rest belongs to a path.
+        for pattern, instead in (*INSTEAD, *own):
             text = pattern.sub(instead, text)
         return text
 
