@@ -282,6 +282,17 @@ def test_the_verdict_compares_moving_with_computing_again():
     assert "Nothing moves" in facts(*shapes, "--cached", "1000")["verdict"]["text"]
 
 
+def test_states_of_fixed_size_move_though_all_tokens_are_cached():
+    words = ["--model", "qwen3-next-80b-a3b", "--prefill", "tp=1", "--decode", "tp=1", "--tokens", "100"]
+    found = facts(*words, "--cached", "100")
+    assert found["bytes"] == found["fixed_bytes"] > 0
+    verdict = found["verdict"]
+    assert (verdict["pays"], verdict["break_even_tokens_per_s"]) == (False, 0.0)
+    assert "No token is missing" in verdict["text"]
+    assert "states of fixed size move in" in verdict["text"]
+    assert "Nothing moves" not in verdict["text"]
+
+
 def test_the_time_is_that_of_the_busiest_rank():
     found = facts(*MODEL, "--prefill", "tp=2", "--decode", "tp=1", "--tokens", "100")
     assert found["predicted_s"] == pytest.approx(sum(pair["predicted_s"] for pair in found["pairs"]))

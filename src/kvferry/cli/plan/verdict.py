@@ -46,8 +46,12 @@ def prefill_of(stated_tokens_per_s: float, num_active_parameters: int, num_ranks
 
 def verdict_of(num_tokens: int, predicted_s: float, prefill: Prefill) -> Verdict:
     """Whether the cache arrives before ranks like the prefill's could have computed it in its place."""
-    if not num_tokens or not predicted_s:
+    if not predicted_s:
         return Verdict(False, "Nothing moves, so there is nothing to gain.", 0.0, prefill.tokens_per_s)
+    if not num_tokens:
+        moving = format_seconds(predicted_s)
+        text = f"No token is missing, so there is nothing to gain: states of fixed size move in {moving}."
+        return Verdict(False, text, 0.0, prefill.tokens_per_s)
     break_even = num_tokens / predicted_s
     limit = (
         f"an engine that prefills more than {break_even:,.0f} tokens/s computes this prompt before its cache arrives"
