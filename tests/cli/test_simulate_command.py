@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from typing import get_type_hints
@@ -15,6 +16,7 @@ from kvferry.cli.main import app
 from kvferry.cli.options import option_of
 from kvferry.cli.simulate.command import CacheOptions, EngineOptions, FleetOptions, LoadOptions, RouterOptions
 from kvferry.cli.simulate.fleet import _size_of
+from kvferry.cli.simulate.page.charts import charts_of
 from kvferry.plan.description.tokens import TokenRange
 
 SMALL = ["--prefill", "2", "--decode", "4", "--per-rack", "3", "--rate", "4", "--duration", "20", "--warm-up", "2"]
@@ -97,6 +99,45 @@ def test_an_incident_that_is_not_over_at_the_end_is_compared():
     (incident,) = facts("--decode", "1", "--incident", "rack 0 dies at 8")["incidents"]
     assert (incident["compared"], incident["recovery_s"]) == (True, None)
     assert "not back to normal at the end" in simulate("--decode", "1", "--incident", "rack 0 dies at 8").stdout
+
+
+def test_times_that_no_answer_has_are_none(tmp_path):
+    """No answer at all is not one that took no time."""
+    page = tmp_path / "run.html"
+    words = ["--decode", "1", "--warm-up", "9", "--incident", "rack 0 dies at 1"]
+    found = facts("--prefill-fallback", "refuse", *words)
+    assert found["figures"]["requests"] > 0
+    assert {found["figures"][name] for name in OF_TIMES} == {None}
+    assert {window["p99_ttft_s"] for window in found["course"][30:]} == {None}
+    shown = simulate("--prefill-fallback", "refuse", *words, "--page", str(page)).stdout
+    assert re.search(r"ttft p99 +│ +- │", shown), shown
+    assert "µs" not in shown
+    assert "<dd>-<small>median -</small></dd>" in page.read_text()
+
+
+def test_a_curve_has_a_gap_where_there_is_no_value():
+    run = {"duration_s": 4.0, "slo": {}, "samples": [SAMPLE], "course": [window(at) for at in (0.5, None, 1.0, 0.25)]}
+    _, times, *_ = charts_of(run)
+    assert [len(part.split()) for part in times.lines[0].parts] == [2, 2]
+    first, other = times.lines[0].parts
+    assert len(set(first.split())) == 1, "a dot"
+    assert len(set(other.split())) == 2
+
+
+SAMPLE = {"at_s": 4.0, "num_waiting_prefill": 0, "num_waiting_decode": 0} | dict.fromkeys(
+    ("busy_prefill", "busy_decode", "used_decode", "busy_uplink"), 0.5
+)
+
+
+def window(ttft_s):
+    return {
+        "begins_s": 0.0,
+        "ends_s": 1.0,
+        "requests": 1,
+        "goodput": 1.0,
+        "p99_ttft_s": ttft_s,
+        "median_ttft_s": ttft_s,
+    }
 
 
 def test_the_ratio_that_is_found_is_among_those_that_were_tried():

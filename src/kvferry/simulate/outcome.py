@@ -57,7 +57,8 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of requests, of which `good_share` met the limits. `num_arrived` requests arrived from `begins_s` to
-    `ends_s`: these ones, or others as well. `goodput` is the rate of good ones if all of them are like these."""
+    `ends_s`: these ones, or others as well. `goodput` is the rate of good ones if all of them are like these. Times are
+    None where no answer has one."""
 
     begins_s: float
     ends_s: float
@@ -68,8 +69,8 @@ class Figures:
     num_retried: int
     num_alone: int
     num_recomputed: int
-    ttft_s: Summary
-    itl_s: Summary
+    ttft_s: Summary | None
+    itl_s: Summary | None
 
     @property
     def good_share(self) -> float:
@@ -98,6 +99,11 @@ def figures_of(outcomes: Sequence[Outcome], slo: Slo, begins_s: float, ends_s: f
         num_retried=sum(each.num_retries > 0 for each in found),
         num_alone=sum(each.is_alone for each in found),
         num_recomputed=sum(each.is_recomputed for each in found),
-        ttft_s=summary([each.ttft_s for each in answered]),
-        itl_s=summary([each.itl_s for each in answered if each.output_tokens > 1]),
+        ttft_s=_summary([each.ttft_s for each in answered]),
+        itl_s=_summary([each.itl_s for each in answered if each.output_tokens > 1]),
     )
+
+
+def _summary(values: Sequence[float]) -> Summary | None:
+    """No answer is not one that took no time."""
+    return summary(values) if values else None

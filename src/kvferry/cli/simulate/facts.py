@@ -85,9 +85,11 @@ def _figures(figures: Figures) -> dict[str, Any]:
     }
 
 
-def _times(name: str, of: Summary) -> dict[str, float]:
-    parts = {f"p{part}_{name}_s": value for part, value in zip(PERCENTILES, of.percentiles, strict=True)}
-    return {f"mean_{name}_s": of.mean, f"median_{name}_s": of.median, **parts}
+def _times(name: str, of: Summary | None) -> dict[str, float | None]:
+    """null where no answer has such a time."""
+    words = ("mean", "median", *(f"p{part}" for part in PERCENTILES))
+    values = (None,) * len(words) if of is None else (of.mean, of.median, *of.percentiles)
+    return {f"{word}_{name}_s": value for word, value in zip(words, values, strict=True)}
 
 
 def _course(course: Course) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def show_ratio(facts: Facts) -> None:
     table = _table("prefill", "decode", "good", "goodput", "ttft p99", "itl p50", "scarcest")
     for row in facts["tried"]:
         scarcest = f"{row['scarcest']['name']} {row['scarcest']['share']:.0%}"
-        times = format_seconds(row["p99_ttft_s"]), format_seconds(row["median_itl_s"])
+        times = time_words(row["p99_ttft_s"]), time_words(row["median_itl_s"])
         is_best = row["num_prefill"] == facts["best"]["num_prefill"]
         cells = str(row["num_prefill"]), str(row["num_decode"]), f"{row['good_share']:.1%}", f"{row['goodput']:.4g}/s"
         table.add_row(*cells, *times, scarcest, style="bold" if is_best else None)
@@ -67,6 +67,11 @@ def lines_of(facts: Facts) -> list[str]:
     numbered = enumerate(facts["incidents"], 1)
     lines += [f"{number}: {incident['words']}: {recovery_words(incident)}" for number, incident in numbered]
     return [*lines, _effort(facts)]
+
+
+def time_words(seconds: float | None) -> str:
+    """A time, or `-` for one that nobody had."""
+    return "-" if seconds is None else format_seconds(seconds)
 
 
 def recovery_words(incident: Facts) -> str:
@@ -106,5 +111,5 @@ def _cells(figures: Facts) -> tuple[str, ...]:
         f"{figures['good_share']:.1%}",
         f"{figures['goodput']:.4g}/s",
         *counts,
-        *map(format_seconds, times),
+        *map(time_words, times),
     )

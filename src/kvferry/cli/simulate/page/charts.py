@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from kvferry.bench.report.page import round_up
@@ -16,11 +17,12 @@ NUM_SECONDS = 6
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A curve: its name, which is also shown, its colour's number, and its points as SVG has them."""
+    """A curve: its name, which is also shown, its colour's number, and its points as SVG has them, in parts where there
+    are values."""
 
     name: str
     colour: int
-    points: str
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +125,34 @@ class _Drawn:
     duration_s: float
 
     def chart(
-        self, name: str, times: Sequence[float], curves: Mapping[str, Sequence[float]], limit: float | None = None
+        self,
+        name: str,
+        times: Sequence[float],
+        curves: Mapping[str, Sequence[float | None]],
+        limit: float | None = None,
     ) -> Chart:
-        most = max(max(values, default=0.0) for values in curves.values())
+        most = max(value or 0.0 for values in curves.values() for value in values)
         scale = Scale(self.duration_s, PERCENT if name == USED else round_up(most))
         lines = [
-            Line(word, colour, " ".join(f"{scale.x(at):.1f},{scale.y(value):.1f}" for at, value in pairs))
-            for colour, (word, pairs) in enumerate(
-                (word, zip(times, values, strict=True)) for word, values in curves.items()
-            )
+            Line(word, colour, tuple(_parts(scale, times, values)))
+            for colour, (word, values) in enumerate(curves.items())
         ]
         steps = [scale.top * step / NUM_STEPS for step in range(NUM_STEPS + 1)]
         ticks = tuple(Tick(scale.y(value), f"{value:.4g}") for value in steps)
         return Chart(name, tuple(lines), ticks, scale.y(limit) if limit is not None and limit < scale.top else None)
 
 
-def _of(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+def _parts(scale: Scale, times: Sequence[float], values: Sequence[float | None]) -> Iterator[str]:
+    """The points of each part of a curve between two gaps: times of which there is no value."""
+    pairs = zip(times, values, strict=True)
+    for is_gap, part in groupby(pairs, key=lambda pair: pair[1] is None):
+        if not is_gap:
+            points = [f"{scale.x(at):.1f},{scale.y(value):.1f}" for at, value in part if value is not None]
+            # A line from a point to itself is a dot, a point alone is nothing.
+            yield " ".join(points * 2 if len(points) == 1 else points)
+
+
+def _of(rows: Sequence[Mapping[str, float | None]], name: str) -> list[float | None]:
     return [row[name] for row in rows]
 
 

@@ -10,8 +10,8 @@ from jinja2 import Environment, PackageLoader, PrefixLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvferry.cli.simulate.page.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, bands_of, charts_of, seconds_of
-from kvferry.cli.simulate.table import lines_of, recovery_words
-from kvferry.cli.units import format_bytes, format_seconds
+from kvferry.cli.simulate.table import lines_of, recovery_words, time_words
+from kvferry.cli.units import format_bytes
 
 BOX = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "width": WIDTH, "height": HEIGHT}
 
@@ -40,6 +40,6 @@ def _environment() -> Environment:
         loader=PrefixLoader(folders), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["size"] = format_bytes
-    environment.filters["time"] = format_seconds
+    environment.filters["time"] = time_words
     environment.globals["recovery_words"] = recovery_words
     return environment
