@@ -152,6 +152,18 @@ def test_the_ratio_that_is_found_is_among_those_that_were_tried():
     assert f"best: {found['best']['num_prefill']} prefill and {found['best']['num_decode']} decode engines" in table
 
 
+def test_a_search_in_which_no_fleet_meets_the_limits_gives_no_advice():
+    words = ["--find-ratio", "--slo", "ttft=1us"]
+    found = facts(*words)
+    assert (found["best"], found["as_good"]) == (None, [])
+    assert found["tried"]
+    assert not any(row["good"] for row in found["tried"])
+    table = simulate(*words).stdout
+    assert "none of those tried answers a request within the limits" in table
+    assert "best:" not in table
+    assert "as good" not in table
+
+
 def test_a_trace_is_replayed(tmp_path):
     trace = tmp_path / "trace.jsonl"
     lines = [{"timestamp": 1000 * at, "input_length": 700, "output_length": 9, "hash_ids": [1, at]} for at in range(9)]
@@ -247,6 +259,8 @@ def test_a_page_shows_the_run_and_needs_nothing_else(tmp_path):
         (["--find-ratio", "--incident", "rollout from 5"], "with --find-ratio"),
         (["--page", "run.pdf"], ".html"),
         (["--decode", "30000"], "at most 20,000 engines"),
+        (["--cache-tokens", "600"], "at most 600, which the cache holds"),
+        (["--prompt-tokens", "999000", "--output-tokens", "1001"], "1,000,001 tokens of a prompt and its answer"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_with_what_can(arguments, words):

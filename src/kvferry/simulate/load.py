@@ -76,6 +76,18 @@ def arrivals_of(planned: Sequence[PlannedRequest], hot: Iterable[HotPrefix], see
     return tuple(_arrival(each, incidents, chooser) for each in planned)
 
 
+def check_fit(planned: Iterable[PlannedRequest], cache_tokens: int) -> None:
+    """Raises ConfigurationError for a request whose prompt and answer no engine's cache holds: no engine serves it."""
+    longest = max(each.prompt.num_tokens + each.output_tokens for each in planned)
+    if longest > cache_tokens:
+        raise ConfigurationError(
+            "a request does not fit into an engine's cache",
+            found=f"{longest:,} tokens of a prompt and its answer",
+            expected=f"at most {cache_tokens:,}, which the cache holds",
+            hint="raise --cache-tokens to what your engines have, or leave such requests out",
+        )
+
+
 def _arrival(each: PlannedRequest, hot: tuple[HotPrefix, ...], chooser: random.Random) -> Arrival:
     prompt, drawn = each.prompt, chooser.random()
     for number, incident in enumerate(hot):

@@ -47,7 +47,7 @@ def _spread(low: int, high: int) -> list[int]:
 
 
 def as_good(reports: Iterable[Report]) -> list[Report]:
-    """The reports whose goodput is that of the best one, or next to it."""
+    """The reports whose goodput is that of the best one, or next to it: all where none has any."""
     found = list(reports)
     most = max(report.figures.goodput for report in found)
     return [report for report in found if report.figures.goodput >= most * (1 - AS_GOOD)]

@@ -29,11 +29,13 @@ def facts_of(report: Report) -> dict[str, Any]:
 
 
 def ratio_facts(best: Report, tried: Sequence[Report]) -> dict[str, Any]:
-    """A row for each fleet that was tried."""
+    """A row for each fleet that was tried. None of them is the best where none answers a request in time."""
+    is_any_good = best.figures.num_good > 0
+    equal = as_good(tried) if is_any_good else []
     return {
         **_setting(best.result.setting),
-        "best": _row(best),
-        "as_good": [report.result.setting.fleet.num_prefill for report in as_good(tried)],
+        "best": _row(best) if is_any_good else None,
+        "as_good": [report.result.setting.fleet.num_prefill for report in equal],
         "tried": [_row(report) for report in tried],
         **_effort(tried),
     }

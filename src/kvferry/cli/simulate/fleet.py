@@ -40,7 +40,7 @@ from kvferry.simulate.costs import (
     points_of,
 )
 from kvferry.simulate.incidents import HotPrefix, incident_named, of_kind
-from kvferry.simulate.load import Load, arrivals_of
+from kvferry.simulate.load import Load, arrivals_of, check_fit
 from kvferry.simulate.ratio import find_ratio
 from kvferry.simulate.settings import Fleet, Routing, Setting, Times, Wires
 from kvferry.simulate.simulation import simulate
@@ -57,6 +57,7 @@ def simulate_fleet(options: FleetOptions, typed: str) -> None:
     """Simulate and print; `typed` is the command line. Raises ConfigurationError."""
     file = console.page_file(options.page)
     planned = _planned(options.load)
+    check_fit(planned, options.engines.cache_tokens)
     setting = _setting(options, planned)
     arrivals = arrivals_of(planned, of_kind(setting.incidents, HotPrefix), options.load.seed)
     with _router_silent(), console.stderr.status("simulating"):

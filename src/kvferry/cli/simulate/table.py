@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -35,28 +35,33 @@ def show(facts: Facts) -> None:
 def show_ratio(facts: Facts) -> None:
     """Print a table with a row for each fleet that was tried, and then the best one."""
     out = Console(highlight=False, markup=False, emoji=False)
+    best = facts["best"]
     table = _table("prefill", "decode", "good", "goodput", "ttft p99", "itl p50", "scarcest")
     for row in facts["tried"]:
         scarcest = f"{row['scarcest']['name']} {row['scarcest']['share']:.0%}"
         times = time_words(row["p99_ttft_s"]), time_words(row["median_itl_s"])
-        is_best = row["num_prefill"] == facts["best"]["num_prefill"]
+        is_best = best is not None and row["num_prefill"] == best["num_prefill"]
         cells = str(row["num_prefill"]), str(row["num_decode"]), f"{row['good_share']:.1%}", f"{row['goodput']:.4g}/s"
         table.add_row(*cells, *times, scarcest, style="bold" if is_best else None)
     _print(out, table)
-    best = facts["best"]
-    out.print(
+    for line in (*_best_lines(best, facts["as_good"]), _effort(facts)):
+        out.print(line, soft_wrap=True)
+
+
+def _best_lines(best: Facts | None, as_good: Sequence[int]) -> Iterator[str]:
+    """What the best fleet is, and whether others are as good."""
+    if best is None:
+        yield "none of those tried answers a request within the limits: more engines or a lower --rate may help"
+        return
+    yield (
         f"best: {best['num_prefill']} prefill and {best['num_decode']} decode engines, {best['goodput']:.4g} good "
-        f"requests/s, {best['good_share']:.1%} of all",
-        soft_wrap=True,
+        f"requests/s, {best['good_share']:.1%} of all"
     )
-    if len(facts["as_good"]) > 1:
-        low, high = min(facts["as_good"]), max(facts["as_good"])
-        out.print(
-            f"{len(facts['as_good'])} of those tried, from {low} to {high} prefill engines, are as good: this one has "
-            "the most left of what is the scarcest; a higher --rate tells them apart",
-            soft_wrap=True,
+    if len(as_good) > 1:
+        yield (
+            f"{len(as_good)} of those tried, from {min(as_good)} to {max(as_good)} prefill engines, are as good: this "
+            "one has the most left of what is the scarcest; a higher --rate tells them apart"
         )
-    out.print(_effort(facts), soft_wrap=True)
 
 
 def lines_of(facts: Facts) -> list[str]:
