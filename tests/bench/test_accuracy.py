@@ -435,6 +435,12 @@ def test_options_of_prompts_and_of_tasks_are_not_mixed(words, error):
     assert error in result.stderr
 
 
+def test_a_file_of_prompts_may_begin_with_the_mark_of_its_encoding(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', encoding="utf-8-sig")
+    assert [item.prompt for item in _items(AccuracyOptions(prompts=str(path)))] == ["a", "b"]
+
+
 def test_a_limit_takes_prompts_from_all_of_the_file():
     for limit in (1, 7, 60, 107, 108, 1000):
         items = _items(AccuracyOptions(limit=limit))

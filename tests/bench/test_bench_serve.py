@@ -241,7 +241,9 @@ def test_a_sweep_without_limits_claims_nothing_about_them():
 
 def test_a_trace_is_replayed(tmp_path):
     trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 4, "output_length": 2, "hash_ids": [1]}\n' * 2)
+    trace.write_text(
+        '{"timestamp": 0, "input_length": 4, "output_length": 2, "hash_ids": [1]}\n' * 2, encoding="utf-8-sig"
+    )
     fake = Fake()
     with serving(fake) as url:
         facts = json.loads(bench("--url", url, "--trace", trace, "--json").stdout)

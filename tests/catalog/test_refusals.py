@@ -134,6 +134,12 @@ def test_a_file_that_is_no_config(content, message, tmp_path):
     assert str(path) in str(caught.value)
 
 
+def test_a_file_may_begin_with_the_mark_of_its_encoding(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BASE), encoding="utf-8-sig")
+    assert catalog.read(path, AUTO).cache == catalog.of_config(BASE, "test", AUTO).cache
+
+
 def test_a_folder_without_a_config(tmp_path):
     with pytest.raises(ConfigurationError, match=r"has no config\.json"):
         catalog.read(tmp_path, AUTO)

@@ -64,9 +64,8 @@ def test_a_model_has_its_names_on_the_hub_with_and_without_an_owner(tmp_path, mo
 def test_a_file_and_a_folder_say_the_same_as_the_name(name, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config_of(name)), encoding="utf-8")
-    by_name = catalog.read(name, AUTO)
-    for source in (path, str(path), tmp_path):
-        entry = catalog.read(source, AUTO)
+    for source, options in ((path, AUTO), (str(path), AUTO), (tmp_path, AUTO), (path, Options("auto", True))):
+        by_name, entry = catalog.read(name, options), catalog.read(source, options)
         assert entry.name == str(path)
         assert (entry.cache, entry.num_active_parameters) == (by_name.cache, by_name.num_active_parameters)
 

@@ -167,7 +167,8 @@ def test_a_search_in_which_no_fleet_meets_the_limits_gives_no_advice():
 def test_a_trace_is_replayed(tmp_path):
     trace = tmp_path / "trace.jsonl"
     lines = [{"timestamp": 1000 * at, "input_length": 700, "output_length": 9, "hash_ids": [1, at]} for at in range(9)]
-    trace.write_text("\n".join(map(json.dumps, lines)))
+    # With the mark of its encoding, as some editors write it.
+    trace.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8-sig")
     result = CliRunner().invoke(app, ["simulate", "fleet", "--trace", str(trace), "--warm-up", "0", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 from dataclasses import replace
 from importlib import resources
@@ -97,7 +98,8 @@ def _decoded(name: str, content: bytes) -> dict[str, object]:
     if len(content) > _MAX_FILE_BYTES:
         raise ConfigurationError(f"{name}: too large for a config", expected=f"at most {_MAX_FILE_BYTES} bytes")
     try:
-        return msgspec.json.decode(content, type=dict[str, object])
+        # Some editors begin a file with this mark.
+        return msgspec.json.decode(content.removeprefix(codecs.BOM_UTF8), type=dict[str, object])
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise ConfigurationError(f"{name}: is not a JSON object", found=str(error)[:200], hint=BY_NUMBERS) from error
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from kvferry.catalog.config.fields import BY_NUMBERS, Fields
+from kvferry.catalog.config.unused import OF_DRAFTS
 from kvferry.errors import ConfigurationError
 
 
@@ -116,6 +117,8 @@ def language_fields(
     else:
         # What a class nests that the file does not is made of nothing.
         completed = {name: value for name, value in completed.items() if name not in _NESTED}
+    # A class counts the draft layers of the model that it was written for: others of that class have none.
+    completed = {name: value for name, value in completed.items() if not OF_DRAFTS.search(name)}
     for each in dict.fromkeys((Fields(source, config).word("model_type"), family)):
         _check_generates(source, config, each)
     if family_of(family).differs:

@@ -96,7 +96,7 @@ _OF_MLPS = re.compile("expert|moe|mlp|ffn|ff_dim|dense_layers|dense_replace|feed
 _NOT_OF_MLPS = re.compile("attn|attention|head|kv|cache|window|state|index(er)?_|compress")
 
 
-_OF_DRAFTS = re.compile("mtp|nextn|draft|eagle|medusa")
+OF_DRAFTS = re.compile("mtp|nextn|draft|eagle|medusa")
 
 
 def check_unused(read: Sequence[Fields], num_layers: int, options: Options) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def check_unused(read: Sequence[Fields], num_layers: int, options: Options) -> t
     unused = (one for fields in read for one in fields.unused())
     unknown = [(name, value) for name, value in unused if _is_on(value) and not _means_nothing(name)]
     if not options.draft_layers:
-        unknown = [(name, value) for name, value in unknown if not _OF_DRAFTS.search(name)]
+        unknown = [(name, value) for name, value in unknown if not OF_DRAFTS.search(name)]
     doubtful = [(name, value) for name, value in unknown if _may_change_cache(name, value, num_layers)]
     if doubtful and not options.assume_standard:
         (name, value), *others = doubtful

@@ -46,7 +46,7 @@ def _items(options: AccuracyOptions) -> tuple[Item, ...]:
         items = shipped_items()
     else:
         try:
-            with open(options.prompts, encoding="utf-8") as lines:
+            with open(options.prompts, encoding="utf-8-sig") as lines:
                 items = read_items(lines)
         except (OSError, UnicodeDecodeError) as error:
             found = f"{options.prompts}: {os_error_text(error)}"

@@ -86,7 +86,7 @@ def _plans(options: BenchOptions) -> Plans:
 
 def _read(path: str, speed: float) -> tuple[PlannedRequest, ...]:
     try:
-        with open(path, encoding="utf-8") as lines:
+        with open(path, encoding="utf-8-sig") as lines:
             return read_trace(lines, speed)
     except (OSError, UnicodeDecodeError) as error:
         found = f"{path}: {os_error_text(error)}"

@@ -101,7 +101,7 @@ def _say_tried(report: Report) -> None:
 def _planned(options: LoadOptions) -> tuple[PlannedRequest, ...]:
     if options.trace:
         try:
-            with open(options.trace, encoding="utf-8") as lines:
+            with open(options.trace, encoding="utf-8-sig") as lines:
                 return _short_enough(read_trace(lines, options.trace_speed))
         except (OSError, UnicodeDecodeError) as error:
             found = f"{options.trace}: {os_error_text(error)}"
