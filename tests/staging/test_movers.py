@@ -221,9 +221,10 @@ def test_a_copy_that_waits_for_ever_is_given_up_and_ends_once(monkeypatch):
     assert begun.wait(DEADLINE_S)
     mover.close()
     assert mover.poll() == [Moved("stuck", GIVEN_UP)]
-    # A second call gives it no more time, or this would end with the test's own.
+    # A second call gives it no more time, or this would end only with the copy.
     monkeypatch.setattr(thread_mover, "CLOSE_S", threading.TIMEOUT_MAX)
     mover.close()
+    assert any(thread.is_alive() for thread in mover._threads)
     assert mover.poll() == []
     goes_on.set()
     for thread in mover._threads:

@@ -182,6 +182,19 @@ def test_a_lane_that_waits_for_its_connection_holds_up_nothing(monkeypatch: pyte
     stop(asked)
 
 
+def test_a_thread_that_fails_ends_its_tickets_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the error has no text: a ticket without a reason would be one that has succeeded."""
+
+    def fails(self: PeerClient, lane: Lane) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(PeerClient, "_next", fails)
+    asked, ended = scripted(monkeypatch, lambda *_: "")
+    asked.submit(transfer([100]))
+    assert ended.get(timeout=WAIT_S) == Completion(Ticket(1), "MemoryError")
+    stop(asked)
+
+
 def scripted(
     monkeypatch: pytest.MonkeyPatch, move: Callable[..., str], connect: Callable[[Lane], None] = lambda _: None
 ) -> tuple[PeerClient, SimpleQueue[Completion]]:
