@@ -128,6 +128,12 @@ def until(is_so):
         time.sleep(0.001)
 
 
+def until_slots_are_free(*ranks):
+    """A target that has given up keeps the slots that a source packs into until this one says that it writes no more,
+    which may come after all notices."""
+    until(lambda: not any(rank.agent.num_slots for rank in ranks))
+
+
 class Gate:
     """While it is shut, nothing moves that has been posted to a transport behind it."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from agent_support import MODEL, NIXL, SOURCE, TARGET, TIMING, Rank, moved, sizes
+from agent_support import MODEL, NIXL, SOURCE, TARGET, TIMING, Rank, moved, sizes, until_slots_are_free
 from engines import oracle
 from host_devices import FAR_ADDRESS, DeviceMemory, DeviceTransport, device_mover
 
@@ -111,7 +111,7 @@ def test_bytes_stay_on_the_device_until_they_are_on_the_wire(make_rank, transpor
     for number in (1, 2):
         report = moved(source, target, number)
         assert (report.strategy, report.transport, report.verified) == (strategy, transport, "unreadable")
-    assert source.agent.num_slots == target.agent.num_slots == 0
+    until_slots_are_free(source, target)
     (arena,) = target.made
     assert arena.contents.any() == (strategy is not Strategy.DIRECT)
     assert (arena.memory.device, arena.memory.size_bytes) == (DEVICE, STAGING_BYTES)

@@ -6,7 +6,18 @@ import threading
 from math import inf
 
 import pytest
-from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, check, leased, moved, until, wire_only
+from agent_support import (
+    BYTES_PER_TOKEN,
+    NUM_TOKENS,
+    SOURCE,
+    TARGET,
+    check,
+    leased,
+    moved,
+    until,
+    until_slots_are_free,
+    wire_only,
+)
 from faulty_transport import GatedTransport
 
 from kvferry.agent.cache import host_mover
@@ -143,7 +154,7 @@ def test_who_wants_little_is_served_in_turn_with_those_who_want_far_more_than_th
         target.next_notice(Fetched)
     # Whoever gives its slot back first: two were before it in line.
     assert names[2] in posts[2:5]
-    assert [rank.agent.num_slots for rank in (source, greedy, other, modest)] == [0, 0, 0, 0]
+    until_slots_are_free(source, greedy, other, modest)
 
 
 class LateMover:

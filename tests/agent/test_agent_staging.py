@@ -14,6 +14,7 @@ from agent_support import (
     moved,
     moved_between_all,
     num_mappings,
+    until_slots_are_free,
     wire_only,
 )
 from engines import oracle
@@ -46,7 +47,7 @@ def test_bytes_arrive_through_staging_memory(make_rank, transport, strategy):
     for number in (1, 2):
         report = moved(source, target, number)
         assert (report.num_bytes, report.strategy) == (NUM_TOKENS * BYTES_PER_TOKEN, strategy)
-        assert target.agent.num_slots == source.agent.num_slots == 0
+        until_slots_are_free(source, target)
     num_bytes = 2 * NUM_TOKENS * BYTES_PER_TOKEN if strategy is Strategy.PACK else 0
     assert source.agent.moved_bytes[Direction.WRITE] == num_bytes
 
@@ -131,7 +132,7 @@ def test_slots_that_staging_memory_can_never_have_are_an_error(make_rank, monkey
     assert "the slot is larger than staging memory" in str(target.next_notice(FetchFailed).error)
     target.next_notice(BlocksReleased)
     assert source.next_notice(LeaseEnded).reason == "aborted"
-    assert target.agent.num_slots == source.agent.num_slots == 0
+    until_slots_are_free(source, target)
 
 
 GROWING = {
@@ -157,7 +158,7 @@ def test_tokens_are_sent_while_others_are_still_computed(make_rank, way, cuts, m
     assert target.next_notice(Fetched).report.num_bytes == NUM_TOKENS * BYTES_PER_TOKEN
     check(target)
     assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "done")
-    assert target.agent.num_slots == source.agent.num_slots == 0
+    until_slots_are_free(source, target)
 
 
 @pytest.mark.parametrize("way", GROWING)
@@ -201,7 +202,7 @@ def test_a_prefill_that_comes_to_nothing_ends_the_fetches_of_it(make_rank, way):
     assert target.next_notice(FetchFailed).error.reason == "expired"
     target.next_notice(BlocksReleased)
     assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "withdrawn")
-    assert target.agent.num_slots == source.agent.num_slots == 0
+    until_slots_are_free(source, target)
 
 
 def test_prompts_that_are_still_computed_keep_no_staging_memory_from_others(make_rank):
@@ -214,7 +215,7 @@ def test_prompts_that_are_still_computed_keep_no_staging_memory_from_others(make
     target.fetch(source, leased(source, "computed"), "q of computed")
     assert target.next_notice(Fetched).request_id == "q of computed"
     check(target)
-    assert target.agent.num_slots == 0
+    until_slots_are_free(target)
     for request_id in growing:
         source.agent.grow(LeaseProgress(request_id, SOURCE_TABLES, NUM_TOKENS))
     assert {target.next_notice(Fetched).request_id for _ in growing} == {f"q of {each}" for each in growing}
@@ -240,7 +241,7 @@ def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, gate):
         assert {report.num_bytes for report in reports} == {NUM_TOKENS * BYTES_PER_TOKEN}
         check(target)
     assert {source.next_notice(LeaseEnded).reason for _ in range(30)} == {"done"}
-    assert [rank.agent.num_slots for rank in (source, *targets)] == [0, 0, 0, 0]
+    until_slots_are_free(source, *targets)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -261,7 +262,7 @@ def test_a_source_that_hangs_leaves_staging_memory_to_others(make_engine, make_r
     gate.open()
     assert {target.next_notice(Fetched).request_id for _ in range(3)} == {"q0", "q1", "q2"}
     check(target)
-    assert target.agent.num_slots == 0
+    until_slots_are_free(target)
 
 
 @pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])

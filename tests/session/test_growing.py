@@ -49,12 +49,12 @@ def test_a_growing_lease_lasts_until_its_engine_stands_still(source):
     """A prompt may take longer than another lease lives, and has all of that time again when it goes on."""
     ended = 2 * TIMING.stalled_s - 1
     play(source, [(0, GROWING, []), (TIMING.stalled_s - 1, grown(5), []), (ended - 1, Tick(), [])])
-    play(source, [(ended, Tick(), [LeaseEnded("r1", "expired"), Count])])
+    play(source, [(ended, Tick(), [Count, LeaseEnded("r1", "expired")])])
 
 
 def test_a_lease_that_is_computed_lasts_as_long_as_any_other(source):
     play(source, [(0, GROWING, []), (1, grown(7), []), (TIMING.lease_s, Tick(), [])])
-    play(source, [(1 + TIMING.lease_s, Tick(), [LeaseEnded("r1", "expired"), Count])])
+    play(source, [(1 + TIMING.lease_s, Tick(), [Count, LeaseEnded("r1", "expired")])])
 
 
 def test_the_last_progress_repeated_changes_nothing(source):

@@ -62,7 +62,7 @@ def test_a_repeated_question_is_told_that_somebody_is_here_and_answered_at_its_l
 def test_a_lease_that_ends_while_it_is_digested_is_not_valid():
     """Its blocks may be another request's by then."""
     session = source()
-    told = [LeaseEnded("r1", "expired"), Count, DropDigest(KEY), Reply, Count]
+    told = [Count, LeaseEnded("r1", "expired"), DropDigest(KEY), Reply, Count]
     commands = play(session, [*DIGESTING, (12.5, Tick(), told)])
     assert [c.message.reason for c in commands if isinstance(c, Reply)] == [m.Reason.EXPIRED]
     play(session, [(12.6, Digested(KEY, VALUES), []), (13, LANDED, [Reply, Count])])

@@ -250,7 +250,7 @@ def test_a_lease_that_ends_while_it_is_written_keeps_its_blocks_and_is_never_val
     # Longer than its record would be kept.
     play(source, [(100, Tick(), []), (200, Tick(), [])])
     assert source.num_live() == 1
-    freed, *counted = source.handle(TicketEnded(TICKET, ""), 201)
+    *counted, freed = source.handle(TicketEnded(TICKET, ""), 201)
     assert freed == LeaseEnded("r1", how)
     assert counted == ([Count("leases_expired", "expired")] if how == "expired" else [])
     play(source, [(202, said(ABORT), [CLEAN]), (203, said(CLAIM), [Reply, Count])])
@@ -387,7 +387,7 @@ def test_the_next_start_of_a_target_takes_its_place(source):
 
 
 def test_an_idle_target_is_forgotten_but_not_while_it_is_written_to(source):
-    play(source, [*MET, (150, Tick(), [LeaseEnded, Count]), (201, Tick(), [Disconnect(THEM)])])
+    play(source, [*MET, (150, Tick(), [Count, LeaseEnded]), (201, Tick(), [Disconnect(THEM)])])
     play(source, [(211, Tick(), [])])
     assert source.next_deadline() == float("inf")
 
@@ -398,7 +398,7 @@ def test_a_target_that_is_written_to_is_not_idle(source):
 
 def test_a_target_that_has_just_been_written_to_is_not_idle(source):
     """It has heard of us, and does not forget us either."""
-    play(source, [*WRITING, (12, Tick(), [CANCEL, Reply, Count]), (70, TicketEnded(TICKET, ""), [LeaseEnded, Count])])
+    play(source, [*WRITING, (12, Tick(), [CANCEL, Reply, Count]), (70, TicketEnded(TICKET, ""), [Count, LeaseEnded])])
     play(source, [(269, Tick(), []), (271, Tick(), [Disconnect(THEM)])])
 
 

@@ -146,8 +146,9 @@ class LeaseTable:
             return []
         lease.is_freed = True
         del self._by_request[lease.request.request_id]
-        freed = LeaseEnded(lease.request.request_id, lease.ended_as)
-        return [freed, *([Count("leases_expired", Reason.EXPIRED)] if lease.ended_as == Reason.EXPIRED else [])]
+        counts = [Count("leases_expired", Reason.EXPIRED)] if lease.ended_as == Reason.EXPIRED else []
+        # Whoever hears of the end finds it counted.
+        return [*counts, LeaseEnded(lease.request.request_id, lease.ended_as)]
 
     def _note_deadline(self, lease: Lease) -> None:
         """Note the deadline of a lease that is new, or that may end sooner than before."""
