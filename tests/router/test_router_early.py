@@ -38,7 +38,7 @@ from kvferry.router.config import PrefillFallback
 from kvferry.router.events import PREFILL_LOST, TOO_LATE, Answered, Began, ClientGone, Failed, Opened, Picked, Promised
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.instance_pool import KIND_BREAKER
-from kvferry.router.flow import dispatcher, early_prefill
+from kvferry.router.flow import client, dispatcher, early_prefill
 from kvferry.router.flow.early_prefill import EarlyPrefill
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.state_machine import Flow
@@ -262,6 +262,33 @@ async def test_decode_begins_while_the_prompt_is_computed():
         assert await c.metric(EARLY_DECODES) == 1
         assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
         assert p.released.empty()
+
+
+@pytest.mark.parametrize("is_computed", [True, False])
+async def test_a_promise_that_comes_when_the_client_leaves_is_released(monkeypatch, is_computed):
+    """An engine that has ended its answer by then does not see that nobody wants it."""
+    monkeypatch.setattr("kvferry.router.flow.dispatcher.LAST_ANSWER_S", DEADLINE_S)
+    left, wait_until_gone = asyncio.Event(), client.until_disconnected
+
+    async def noticed(receive):
+        await wait_until_gone(receive)
+        left.set()
+
+    async def crossing(request, seen):
+        await left.wait()
+        response = await open_stream(request)
+        await response.write(PROMISE + (frame(chat_chunk("x")) + DONE if is_computed else b""))
+        return response
+
+    monkeypatch.setattr(client, "until_disconnected", noticed)
+    p, d = early_engine("p0", crossing), decode_engine()
+    async with cluster([p], [d], early_from_tokens=1000) as c:
+        asking = asyncio.create_task(c.complete(LONG))
+        await p.arrived.wait()
+        asking.cancel()
+        assert await p.released.get() == {"kv_transfer_params": OURS}
+        assert await c.metric('kvferry_router_releases_total{reason="client_left"}') == 1
+        assert d.seen == []
 
 
 @pytest.mark.parametrize("num_prefills", [1, 2, 3])

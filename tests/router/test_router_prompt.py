@@ -83,6 +83,16 @@ def test_a_prompt_of_embeddings_counts_like_a_file(more):
     assert not set(one) & set(other)
 
 
+@pytest.mark.parametrize("value", [b'"abc"', b"[1]", b'{"a":1}', b"-1000000000", b"0", b"1e999", b"1" * 5000, b"null"])
+@pytest.mark.parametrize("field", [b"n", b"cache_salt"])
+def test_fields_that_an_api_does_not_have_cost_nothing(field, value):
+    """Nor less than nothing: everybody's requests would go to whoever has this one."""
+    asked = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":4,"%b":%b}' % (field, value)
+    assert cost_of(parse_request(asked, Endpoint.MESSAGES)).new_tokens == 4
+    asked = b'{"input":"x","max_output_tokens":4,"%b":%b}' % (field, value)
+    assert cost_of(parse_request(asked, Endpoint.RESPONSES)).new_tokens == 4
+
+
 def test_new_tokens_are_those_that_were_asked_for():
     assert task(prompt="x", max_tokens=7).new_tokens == 7
     assert task(prompt="x", max_tokens=7, n=3).new_tokens == 21

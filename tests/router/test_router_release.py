@@ -20,7 +20,7 @@ from router_harness import (
 from test_router_flow import D0, P0, REQUEST, failed, pick, play, to_prefilling
 
 from kvferry.router.commands import Cancel, EndWithError, Forward, Refuse, Relay, Release, Send
-from kvferry.router.events import Answered, ClientGone, Ended, Failed, Opened
+from kvferry.router.events import Answered, ClientGone, Ended, Failed, Opened, Promised
 from kvferry.router.flow import client
 from kvferry.router.flow.state_machine import Flow
 from kvferry.router.policy.records import NoInstance, Role
@@ -81,7 +81,14 @@ def test_a_cache_that_decode_could_not_read_is_released():
 
 @pytest.mark.parametrize(
     ("last_word", "releases"),
-    [(PREFILLED.body, [released("client_left")]), (b'{"kv_transfer_params": null}', []), (b"{", []), (b"", [])],
+    [
+        (PREFILLED, [released("client_left")]),
+        (Promised(PARAMS), [released("client_left")]),
+        (Answered(500, PREFILLED.body), []),
+        (Answered(200, b'{"kv_transfer_params": null}'), []),
+        (Answered(200, b"{"), []),
+        (None, []),
+    ],
 )
 def test_what_prefill_has_answered_while_the_client_left_is_released(last_word, releases):
     play(Flow(REQUEST), *to_prefilling(), (ClientGone(last_word), [*releases, Cancel()]))

@@ -112,7 +112,7 @@ class Failed:
 class ClientGone:
     """The client closed its connection. `prefill_answer` is what P has answered meanwhile, if it was P's turn."""
 
-    prefill_answer: bytes = b""
+    prefill_answer: Answered | Promised | None = None
 
 
 Event = (

@@ -185,7 +185,7 @@ class Dispatcher:
         is_prefill = request.instance.role is Role.PREFILL
         event = await self._client.unless_left(request.ask, LAST_ANSWER_S if is_prefill else 0.0)
         if event is None or (is_prefill and self._client.has_left):
-            return ClientGone(event.body if isinstance(event, Answered) and 200 <= event.status < 300 else b"")
+            return ClientGone(event if isinstance(event, Answered | Promised) else None)
         return event
 
     def _tell(self, request: UpstreamRequest, event: Event) -> None:

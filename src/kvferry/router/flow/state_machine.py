@@ -210,8 +210,11 @@ class Flow:
         return [*counts, *self._finish(refusals.broken_off(event, self._can_append))]
 
     def abandon(self, event: events.ClientGone) -> list[Command]:
-        if event.prefill_answer:
-            self._kept = kept_cache(event.prefill_answer)
+        match event.prefill_answer:
+            case events.Answered(status, body) if 200 <= status < 300:
+                self._kept = kept_cache(body)
+            case events.Promised(transfer):
+                self._kept = transfer
         return [*self._release("client_left"), *self._finish(commands.Cancel())]
 
     def _pick(self, role: Role) -> list[Command]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import re
 
-import msgspec
-
 from kvferry.router.policy.records import RequestCost
-from kvferry.router.request.client_request import ClientRequest
+from kvferry.router.request.client_request import NULL, ClientRequest
+from kvferry.router.request.lenient_json import Value, decoded
 
 BYTES_PER_TOKEN = 4
 # A prompt has one prefix, with a name, for every so many bytes.
@@ -34,11 +33,11 @@ TOKEN_IDS = re.compile(rb"\s*\[\s*\[?\s*-?\d")
 def cost_of(request: ClientRequest) -> RequestCost:
     """The estimated cost of a request. Never raises: the request has been checked."""
     content, tools = _content(request), request.given("tools")
-    model = _text(request, "model")
+    model = _given(request, "model", str) or ""
     num_prefixes = min(len(content) // PREFIX_BYTES, MAX_PREFIXES)
     # Agents send more of tools than of anything else, and the same with each turn: templates put them first.
     prompt_tokens = _num_tokens(content) + len(tools) // BYTES_PER_TOKEN
-    salt = model + _text(request, "cache_salt") + (hashlib.blake2b(tools).hexdigest() if tools else "")
+    salt = model + (_given(request, "cache_salt", str) or "") + (hashlib.blake2b(tools).hexdigest() if tools else "")
     return RequestCost(
         prompt_tokens=prompt_tokens,
         new_tokens=_new_tokens(request),
@@ -71,19 +70,18 @@ def _new_tokens(request: ClientRequest) -> int:
 
 def _tokens_of_sample(request: ClientRequest) -> int:
     for field in reversed(request.dialect.lengths):
-        if field in request.fields and (max_tokens := msgspec.json.decode(request.fields[field])):
-            return int(max_tokens)
+        if max_tokens := _given(request, field, int):
+            return max_tokens
     return DEFAULT_NEW_TOKENS
 
 
 def _num_samples(request: ClientRequest) -> int:
-    num = msgspec.json.decode(request.fields["n"]) if "n" in request.fields else 1
-    return int(num or 1)
+    # Where the API has no such field, nobody has checked it.
+    return max(_given(request, "n", int) or 1, 1)
 
 
-def _text(request: ClientRequest, field: str) -> str:
-    value = msgspec.json.decode(request.fields[field]) if field in request.fields else ""
-    return value if isinstance(value, str) else ""
+def _given(request: ClientRequest, field: str, kind: type[Value]) -> Value | None:
+    return decoded(request.fields.get(field, NULL), kind)
 
 
 def _prefixes(content: bytes, num: int, salt: str) -> tuple[int, ...]:
