@@ -155,11 +155,23 @@ async def test_a_stream_of_messages_that_is_broken_off_says_so_to_anthropics_cli
         assert json.loads(data.removeprefix("data: "))["type"] == "error"
 
 
-async def test_what_is_cut_in_the_middle_of_an_event_gets_no_other():
-    async def half(scope, receive, send):
+@pytest.mark.parametrize(
+    ("pieces", "is_told"),
+    [
+        ([], True),
+        ([b'data: {"n"'], False),
+        ([b'data: {"n"', b": 1}\n\n"], True),
+        ([b'data: {"n": 1}\n', b"\n"], True),
+        ([b'data: {"n": 1}\r\n', b"\r\n"], True),
+        ([b"data: {}\n\ndata"], False),
+    ],
+)
+async def test_what_is_cut_in_the_middle_of_an_event_gets_no_other(pieces, is_told):
+    async def stream(scope, receive, send):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b'data: {"n"', "more_body": True})
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         await asyncio.Event().wait()
 
     sent = []
@@ -167,13 +179,15 @@ async def test_what_is_cut_in_the_middle_of_an_event_gets_no_other():
     async def send(message):
         sent.append(message)
 
-    requests = OpenRequests(half)
-    asking = asyncio.create_task(requests({"type": "http"}, None, send))
-    while len(sent) < 2:
+    requests = OpenRequests(stream)
+    asking = asyncio.create_task(requests({"type": "http", "path": "/v1/completions"}, None, send))
+    while len(sent) < 1 + len(pieces):
         await asyncio.sleep(0)
     requests.break_off()
     await asking
-    assert (len(sent), requests.num_open, requests.none_open.is_set()) == (2, 0, True)
+    told = [json.loads(one["body"].removeprefix(b"data: ")) for one in sent[1 + len(pieces) :]]
+    assert [one["error"]["code"] for one in told] == ["server_ended"] * is_told
+    assert (requests.num_open, requests.none_open.is_set()) == (0, True)
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 0.1])

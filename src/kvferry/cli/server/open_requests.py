@@ -72,16 +72,17 @@ class _Answer:
         self._send = send
         self._has_begun = False
         self._is_over = False
+        self._is_event_stream = False
         # Only behind a whole frame another one can be read.
-        self._takes_event = False
+        self._tail = b"\n\n"
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._has_begun = True
             kind = dict(message.get("headers", ())).get(b"content-type", b"")
-            self._takes_event = kind.startswith(SSE_MEDIA_TYPE.encode())
+            self._is_event_stream = kind.startswith(SSE_MEDIA_TYPE.encode())
         elif body := message.get("body", b""):
-            self._takes_event = self._takes_event and body.endswith(b"\n\n")
+            self._tail = (self._tail + body)[-4:]
         self._is_over = message["type"] == "http.response.body" and not message.get("more_body", False)
         await self._send(message)
 
@@ -89,5 +90,5 @@ class _Answer:
         if not self._has_begun:
             refusal = JSONResponse(error_for(scope["path"], error_body(WORDS, SERVER_ERROR, CODE, None)), 503)
             await refusal(scope, receive, self._send)
-        elif self._takes_event and not self._is_over:
+        elif self._is_event_stream and self._tail.endswith((b"\n\n", b"\r\n\r\n")) and not self._is_over:
             await self._send({"type": "http.response.body", "body": error_event_for(scope["path"], WORDS, CODE)})
