@@ -21,7 +21,7 @@ from router_harness import (
     streaming,
 )
 
-from kvferry.router.answers.engine_response import streamed_error
+from kvferry.router.answers.engine_response import error_answer, event_data, streamed_error
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.instance_pool import PAIR_BREAKER
 from kvferry.router.request.client_request import Endpoint, parse_request
@@ -58,11 +58,32 @@ async def test_a_prefill_whose_caches_do_not_come_takes_out_no_decode_instance(b
         assert {pair["decode"] for pair in members["broken_pairs"]} == {d.url for d in ds}
 
 
-async def test_an_error_at_the_beginning_of_a_stream_is_forwarded_as_it_is_when_there_is_no_other_way():
-    async with cluster([], [decode_engine("d0", streaming(BROKEN))]) as c:
+@pytest.mark.parametrize("prefill", [[], ["p0"]])
+async def test_an_error_at_the_beginning_of_a_stream_is_that_of_an_answer_in_one_piece(prefill):
+    """Where there is no other way. Libraries try again then, and alarms count it."""
+    async with cluster([prefill_engine(name) for name in prefill], [decode_engine("d0", streaming(BROKEN))]) as c:
         reply = await c.complete(STREAM)
-        assert (reply.status, reply.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-        assert reply.raw == BROKEN
+        assert (reply.status, reply.headers["content-type"]) == (500, "application/json")
+        assert reply.raw == event_data(BROKEN.partition(b"\n\n")[0]).strip()
+        assert 'status="500"} 1.0' in await c.metrics()
+
+
+@pytest.mark.parametrize(
+    ("data", "answer"),
+    [
+        ({"type": "error", "error": {"type": "api_error", "message": "x"}}, None),
+        ({"type": "error", "message": "x"}, {"type": "error", "message": "x"}),
+        ({"type": "response.failed", "response": {"error": {"message": "x"}}}, {"message": "x"}),
+    ],
+)
+def test_the_error_of_a_stream_as_that_of_an_answer_in_one_piece(data, answer):
+    found = json.loads(error_answer(json.dumps(data).encode()))
+    assert found == (data if answer is None else {"error": answer})
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b'{"response": {}}', b'{"response": {"error": null}}'])
+def test_a_stream_that_says_nothing_of_its_error(data):
+    assert json.loads(error_answer(data))["error"]["message"] == "the engine could not answer"
 
 
 async def test_an_instance_that_breaks_every_stream_is_taken_out():

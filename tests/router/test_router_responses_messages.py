@@ -25,7 +25,7 @@ from router_harness import (
 from kvferry.http.request_fields import Endpoint
 from kvferry.router.answers.answer_format import MESSAGES as ANSWER_OF_MESSAGES
 from kvferry.router.answers.answer_format import RESPONSES as ANSWER
-from kvferry.router.answers.answer_format import UsageEvents
+from kvferry.router.answers.answer_format import WholeEvents
 from kvferry.router.request.client_request import (
     first_token_body,
     parse_request,
@@ -298,7 +298,7 @@ def test_the_events_that_begin_a_response_are_found_however_they_come(size):
 
 def test_a_response_that_repeats_a_long_prompt_has_the_figure_of_prefill():
     last = event("response.completed", response=response("x" * 1_000_000))
-    events, passed = UsageEvents(ANSWER.max_event_bytes), b""
+    events, passed = WholeEvents(ANSWER.max_event_bytes), b""
     for start in range(0, len(last), 1 << 16):
         passed += ANSWER.with_cached_tokens_in_events(events.feed(last[start : start + (1 << 16)]), 4)
     (data,) = (line for line in passed.splitlines() if line.startswith(b"data: "))

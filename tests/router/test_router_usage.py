@@ -19,7 +19,7 @@ from router_harness import (
     streaming,
 )
 
-from kvferry.router.answers.answer_format import CHAT, MAX_EVENT_BYTES, MESSAGES, RESPONSES, UsageEvents
+from kvferry.router.answers.answer_format import CHAT, MAX_EVENT_BYTES, MESSAGES, RESPONSES, WholeEvents
 
 
 def usage_of(cached, **extra) -> dict:
@@ -123,7 +123,7 @@ def test_the_figure_of_a_stream_is_in_one_of_its_events():
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_events_are_whole_however_they_come(size):
     whole = frame(chat_chunk("one", usage=None)) + frame(chat_chunk("", usage=usage_of(8))) + b"data: [DONE]\n\n: tail"
-    events, passed = UsageEvents(), b""
+    events, passed = WholeEvents(), b""
     for start in range(0, len(whole), size):
         passed += CHAT.with_cached_tokens_in_events(events.feed(whole[start : start + size]), 4)
     passed += events.rest()
@@ -134,7 +134,7 @@ def test_events_are_whole_however_they_come(size):
 
 
 def test_an_event_without_an_end_is_not_kept_for_ever():
-    events = UsageEvents()
+    events = WholeEvents()
     passed = sum(len(events.feed(b"x" * 1000)) for _ in range(100))
     assert passed >= MAX_EVENT_BYTES
 

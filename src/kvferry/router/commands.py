@@ -100,7 +100,8 @@ class EndWithError:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Close the client's connection mid-body: nothing else can tell it that the answer is incomplete."""
+    """End the request without a further word: of an answer whose body has not ended, the server closes the client's
+    connection, for nothing else can tell it that the answer is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)

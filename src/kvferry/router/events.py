@@ -101,11 +101,12 @@ class Ended:
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The request in flight broke; its connection is closed. `reason` is a stable label, `detail` words for people.
-    `is_withheld`: of D's answer, which had begun, nothing is with the client."""
+    `is_withheld`: of D's answer, which had begun, nothing is with the client; `is_told`: all of it, with an error."""
 
     reason: str
     detail: str
     is_withheld: bool = False
+    is_told: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry.http.openai import OPENING_EVENTS
 from kvferry.http.request_fields import Endpoint
-from kvferry.router.answers.engine_response import event_data, streamed_error
+from kvferry.router.answers.engine_response import error_answer, event_data, streamed_error
 from kvferry.router.request.lenient_json import decoded
 
 CACHED = "cached_tokens"
@@ -24,6 +24,8 @@ INPUT, CACHE_READ = "input_tokens", "cache_read_input_tokens"
 MAX_EVENT_BYTES = 1 << 16
 UNKNOWN = None
 END_OF_EVENT = b"\n\n"
+# Every event that tells of an error has these bytes, and no text can hold them: its quotation marks are escaped.
+ERROR = b'"error"'
 # The blank line after the last event, with either kind of line end. What follows it does not matter.
 END_OF_STREAM = re.compile(rb"\n\r?\n")
 # Longer than the line with which any last event begins.
@@ -82,6 +84,19 @@ class AnswerFormat:
         """The status that an event stream would have had that fails before its first token; 0 for any other."""
         rest = events[self.opening_bytes(events) :]
         return streamed_error(rest) or (500 if self.failing and rest.startswith(self.failing) else 0)
+
+    def error_of(self, events: bytes) -> bytes:
+        """What a stream says that has failed at once, as the body of an answer in one piece."""
+        event, _, _ = events[self.opening_bytes(events) :].partition(END_OF_EVENT)
+        return error_answer(event_data(event).strip())
+
+    def failed_amid(self, events: bytes) -> int:
+        """The status of the first of these whole events that says that an answer has failed, which is no refusal of
+        the request; 0 if none does."""
+        if ERROR not in events:
+            return 0
+        found = (self.failed_at_once(event + END_OF_EVENT) for event in events.split(END_OF_EVENT))
+        return next((status for status in found if status >= 500), 0)
 
     def cached_tokens_of(self, body: bytes) -> int | None:
         """What a prefill engine had cached of the prompt, from its whole answer or one event; None if it does not
@@ -211,7 +226,7 @@ class StreamEnd:
         self.is_over = self.is_over or (self._has_begun and END_OF_STREAM.search(data) is not None)
 
 
-class UsageEvents:
+class WholeEvents:
     """Cuts one stream into whole events: bytes go in as they come, whole events come out."""
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvferry.http.openai import SERVER_ERROR, error_body
 from kvferry.http.request_fields import DecodeOnlyReason
 from kvferry.router.request.lenient_json import decoded
 from kvferry.wire.messages import Reason
 
 REASONS = frozenset((*Reason, *DecodeOnlyReason))
+UNKNOWN_ERROR = "the engine could not answer"
 CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
 
 
@@ -73,6 +75,18 @@ def streamed_error(piece: bytes) -> int:
         return 0
     code = found.error.code
     return code if isinstance(code, int) and 400 <= code <= 599 else 500
+
+
+def error_answer(data: bytes) -> bytes:
+    """The body of an answer in one piece that says what the data of an error event says. Only OpenAI's responses put
+    that elsewhere than into an error object: into that of the response, or into the fields of the event itself."""
+    found = decoded(data, dict) or {}
+    if isinstance(found.get("error"), dict):
+        return data
+    response = found.get("response")
+    told = response.get("error") if isinstance(response, dict) else found
+    is_told = isinstance(told, dict) and told
+    return msgspec.json.encode({"error": told} if is_told else error_body(UNKNOWN_ERROR, SERVER_ERROR, None, None))
 
 
 def promised_cache(piece: bytes) -> bytes:

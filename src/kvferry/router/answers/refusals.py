@@ -82,5 +82,7 @@ def broken_off(event: Failed, can_append: bool) -> Refuse | EndWithError | Cut:
     """The end of an answer that has begun. `can_append`: a frame may follow what the client has of it."""
     if event.is_withheld:
         return too_late(event) if event.reason == TOO_LATE else decode_failed(event)
+    if event.is_told:
+        return Cut()
     code = "deadline_exceeded" if event.reason == TOO_LATE else "upstream_broke_off"
     return EndWithError(f"the answer was interrupted: {event.detail}", code, event.reason) if can_append else Cut()

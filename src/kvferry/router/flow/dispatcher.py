@@ -35,7 +35,7 @@ from kvferry.router.flow.reservations import Reservations
 from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.client_request import Call
-from kvferry.router.request.headers import Headers, decode_headers, prefill_headers
+from kvferry.router.request.headers import Headers, decode_headers, prefill_headers, with_length
 from kvferry.router.request.request_kind import kind_of
 from kvferry.router.services import Services
 from kvferry.router.telemetry.access_log import outcome_of
@@ -124,7 +124,7 @@ class Dispatcher:
                 self._reserved.release(Role.PREFILL)
         match event:
             case Answered():
-                self.answer = WholeResponse(request.status, request.headers, event.body)
+                self.answer = _whole(request, event)
             case Opened():
                 self._opened(event, path, command.instance)
             case Promised():
@@ -217,7 +217,7 @@ class Dispatcher:
         request.trace.ended(outcome_of(event))
         reason = hears(request.reservation, event)
         if reason == PREFILL_REFUSED and isinstance(event, Answered):
-            self.answer = WholeResponse(event.status, request.headers, event.body)
+            self.answer = _whole(request, event)
             self.in_flight.give_up(PREFILL_REFUSED)
         elif reason:
             self.count(Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason))
@@ -253,6 +253,15 @@ class Dispatcher:
             # Without streaming the first byte comes after the last token: that would spoil the figure of first tokens.
             phases["decode"] = phases.pop("first_decode")
         metrics.observe_phases(phases, self._outcomes.prefill_url, decode.url)
+
+
+def _whole(request: UpstreamRequest, answered: Answered) -> WholeResponse:
+    """An answer to pass on. The error of a stream that has failed at once is one in one piece."""
+    headers = request.headers
+    if request.is_event_stream:
+        kept = [pair for pair in headers if pair[0].lower() not in (b"content-type", b"content-length")]
+        headers = with_length([*kept, (b"content-type", b"application/json")], len(answered.body))
+    return WholeResponse(answered.status, headers, answered.body)
 
 
 def _unobserved(_: float) -> None:

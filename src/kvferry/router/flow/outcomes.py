@@ -146,7 +146,8 @@ class OutcomeRecorder:
             case Answered(status, body):
                 self._judge_answer(reservation, status, body)
             case Failed(reason, _) if reason not in BLAMELESS:
-                self._suspect(reservation, is_certain=reason != DEADLINE)
+                # An error that the engine tells of itself may be about the request.
+                self._suspect(reservation, is_certain=reason != DEADLINE and not event.is_told)
 
     def hears_end(self, prefill: Reservation, event: Event) -> str:
         """Take how an early prefill ended, whatever decode does. Return the reason if it is at fault, else no text."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvferry.router.answers.answer_format import AnswerFormat, StreamEnd, UsageEvents
+from kvferry.router.answers.answer_format import AnswerFormat, StreamEnd, WholeEvents
 from kvferry.router.events import ClientGone, Ended, Event, Failed
 from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import PrefillUsage
@@ -37,6 +37,8 @@ class Relay:
         self._format = answer_format
         self._on_tokens = on_tokens
         self._end = StreamEnd(answer_format)
+        # The status of an error event that has gone by.
+        self._failed_with = 0
         self._is_told = False
 
     async def run(self, headers: Headers, max_kept_bytes: int) -> Event:
@@ -65,8 +67,8 @@ class Relay:
         """The end of an answer whose client has left: `Ended` if it had the last event, else `ClientGone`."""
         if not self._end.is_over:
             return ClientGone()
-        self._tell(Ended())
-        return Ended()
+        self._tell(self._end_of_events())
+        return self._end_of_events()
 
     async def _pass_on_whole(self, headers: Headers, max_kept_bytes: int) -> Event:
         found = bytearray()
@@ -100,25 +102,34 @@ class Relay:
             await self._client.pass_on(piece)
 
     async def _pass_on_events(self) -> Event:
-        events = UsageEvents(self._format.max_event_bytes) if self._outcomes.has_arrived else None
+        """Pass on whole events: where an answer breaks off, half of one would be all that some clients tell of it."""
+        events = WholeEvents(self._format.max_event_bytes)
         while True:
-            piece = await self._piece()
-            if isinstance(piece, Failed) and self._end.is_over:
-                await self._client.finish(b"")
-                return Ended()
-            if isinstance(piece, Failed):
-                if events is not None and (rest := events.rest()):
-                    await self._client.pass_on(rest)
+            piece = await self._request.piece()
+            if isinstance(piece, Failed) and not self._end.is_over:
+                self._tell(piece)
                 return piece
-            self._on_tokens(piece, time.monotonic())
-            if events is not None:
-                piece = await self._with_usage(events.feed(piece))
-            if self._request.is_over:
-                await self._client.finish(piece + events.rest() if events is not None else piece)
-                return Ended()
-            if piece:
-                await self._client.pass_on(piece)
-                self._end.feed(piece)
+            is_over = isinstance(piece, Failed) or self._request.is_over
+            whole = b""
+            if not isinstance(piece, Failed):
+                self._on_tokens(piece, time.monotonic())
+                whole = events.feed(piece)
+                self._failed_with = self._failed_with or self._format.failed_amid(whole)
+            if is_over:
+                self._tell(self._end_of_events())
+            if self._outcomes.has_arrived:
+                whole = await self._with_usage(whole)
+            if is_over:
+                await self._client.finish(whole + events.rest())
+                return self._end_of_events()
+            if whole:
+                await self._client.pass_on(whole)
+                self._end.feed(whole)
+
+    def _end_of_events(self) -> Event:
+        if not self._failed_with:
+            return Ended()
+        return Failed(f"status_{self._failed_with}", "the engine's own error event", is_told=True)
 
     async def _with_usage(self, events: bytes) -> bytes:
         """Return whole events with the prefill engine's figure in them. No token waits for the figure."""

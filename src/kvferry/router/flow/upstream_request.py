@@ -228,7 +228,8 @@ class UpstreamRequest:
         failed = self._format.failed_at_once(self._first) if is_stream else 0
         if failed:
             # An engine that begins a stream before it knows how that will go: nothing of it has reached the client.
-            return Answered(failed, self._first + await response.whole(self._services.config.max_answer_bytes))
+            body = self._first + await response.whole(self._services.config.max_answer_bytes)
+            return Answered(failed, self._format.error_of(body))
         if is_decode:
             return Opened(is_stream, is_recomputed(response.headers))
         promised = promised_cache(self._first)
