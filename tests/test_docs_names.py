@@ -20,6 +20,8 @@ NOT_PYTHON = {
 # Options of vLLM, SGLang, llm-d, pip, pytest, Helm and Docker that are named on other pages than vLLM's.
 OF_OTHERS = {
     *(
+        "--disable-hybrid-kv-cache-manager",
+        "--disaggregation-decode-enable-radix-cache",
         "--gpu-memory-utilization",
         "--served-model-name",
         "--kv-cache-memory-bytes",

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.connectors.sglang.description.parts import Component
 from kvferry.errors import ConfigurationError, LayoutError, RequestError
 
 NUM_HEADS = 4
@@ -174,11 +175,24 @@ def test_memory_that_goes_and_comes_back_is_refused(scene, mode):
         scene.manager(mode)
 
 
-def test_sglang_says_whether_its_memory_can_go(sglang):
+def test_fetched_windows_are_not_kept_for_other_prompts(scene, monkeypatch):
+    """A page that is written in part only would be taken for a whole one."""
+    scene.options.disaggregation_decode_enable_radix_cache = True
+    scene.manager("decode")
+    monkeypatch.setattr(Component, "window_tokens", 8)
+    with pytest.raises(ConfigurationError, match="--disaggregation-decode-enable-radix-cache, and layers with windows"):
+        scene.manager("decode")
+    scene.options.disaggregation_decode_enable_radix_cache = False
+    scene.manager("decode")
+
+
+@pytest.mark.parametrize("name", ["enable_memory_saver", "disaggregation_decode_enable_radix_cache"])
+def test_sglang_says_what_is_refused(sglang, name):
     """By the name that the manager looks for."""
     from sglang.srt.server_args import ServerArgs
 
-    assert ServerArgs(model_path="none", enable_memory_saver=True).enable_memory_saver
+    assert getattr(ServerArgs(model_path="none", **{name: True}), name) is True
+    assert getattr(ServerArgs(model_path="none"), name) is False
 
 
 def test_states_beside_keys_and_values_are_refused(scene):
@@ -250,7 +264,7 @@ def test_a_prefill_server_must_give_requests_to_its_engines_by_their_rooms(scene
 def test_memory_of_a_rank_is_moved_on_its_own_device(scene, sglang, monkeypatch):
     """SGLang says `cuda` of every rank's pool."""
     layout, devices = SimpleNamespace(regions=[SimpleNamespace(device=3)]), []
-    found = SimpleNamespace(layout=layout, memories=[], check_complete=lambda args: None)
+    found = SimpleNamespace(layout=layout, memories=[], components=(), check_complete=lambda args: None)
     monkeypatch.setattr(sglang.manager, "describe", lambda pool, facts: found)
     monkeypatch.setattr(
         sglang.manager,

@@ -44,7 +44,7 @@ HOOKS = {
     "_get_connector_metadata": NOT_TOLD,
     "bind_connector_metadata": OURS,
     "bind_gpu_block_pool": NOT_TOLD,
-    "bind_kv_cache_manager": NOT_TOLD,  # since 0.30
+    "bind_kv_cache_manager": OURS,  # since 0.30
     "build_connector_meta": OURS,
     "build_connector_worker_meta": "the agents tell each other",
     "build_kv_connector_stats": OURS,

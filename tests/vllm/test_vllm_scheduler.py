@@ -525,3 +525,28 @@ def test_every_request_that_comes_and_goes_is_told_whether_or_not_anything_is_tr
     end(asked, RequestStatus.FINISHED_STOPPED)
     assert made.finished(asked, TABLES) == (False, None)
     assert told == [("begin", "cmpl-here"), ("end", "cmpl-here")]
+
+
+class Evicting:
+    """In place of vLLM's cache manager."""
+
+    def __init__(self) -> None:
+        self.blocks: set[int] = set()
+
+    def evict_blocks(self, blocks) -> None:
+        self.blocks |= blocks
+
+
+@pytest.mark.parametrize("how", ["filled", "aborted"])
+def test_a_block_that_is_not_filled_leaves_the_prefix_cache_when_vllm_has_put_it_there(how):
+    made, asked, manager = scheduler(sliding()), request(dict(PULL)), Evicting()
+    made.unfilled.bind(manager.evict_blocks)
+    assert begun(made, asked) == PROMPT - 1
+    assert manager.blocks == set()
+    if how == "filled":
+        made.allocated(asked, TABLES, 0)
+    else:
+        end(asked, RequestStatus.FINISHED_ABORTED)
+        made.finished(asked, TABLES)
+    # Of 39 tokens the last 31 are seen.
+    assert manager.blocks == {TABLES[0][0]}

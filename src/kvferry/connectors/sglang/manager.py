@@ -74,6 +74,7 @@ class FerryManager(BaseKVManager):
         pool = queue.token_to_kv_pool
         described = describe(pool, _facts(queue.scheduler))
         described.check_complete(args)
+        _check_radix_cache(server_args, any(component.window_tokens for component in described.components))
         self.tables = Tables(described, tuple(str(kind.value) for kind in args.state_types), queue.scheduler)
         layout, memories = described.layout, described.memories
         # SGLang calls the device of any rank `cuda`.
@@ -221,6 +222,17 @@ def _check_memory(server_args: Any) -> None:
         raise ConfigurationError(
             "kvferry does not follow caches whose memory is released and comes back yet",
             found="--enable-memory-saver",
+            hint=f"leave it out, or {OTHER_BACKEND}",
+        )
+
+
+def _check_radix_cache(server_args: Any, has_windows: bool) -> None:
+    """Raises ConfigurationError where later prompts would find what was never written: of a window only what the next
+    token sees is fetched, and SGLang keeps the whole page in which that begins."""
+    if has_windows and getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
+        raise ConfigurationError(
+            "a decode server does not keep fetched caches of layers with windows for other prompts",
+            found="--disaggregation-decode-enable-radix-cache, and layers with windows",
             hint=f"leave it out, or {OTHER_BACKEND}",
         )
 

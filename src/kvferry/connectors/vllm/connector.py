@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -59,7 +59,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         is_scheduler = role == KVConnectorRole.SCHEDULER
         prompts = [prompts_of(vllm_config)] if is_scheduler else []
         names = settings.agent.engine_id, kv_cache_config
-        self._schedulers = [Scheduler(*names, one, reach, num_recomputed(vllm_config)) for one in prompts]
+        of_decode = num_recomputed(vllm_config), vllm_config.parallel_config.decode_context_parallel_size
+        self._schedulers = [Scheduler(*names, one, reach, *of_decode) for one in prompts]
         self._workers = [] if is_scheduler else [self._new_worker(vllm_config, settings, kv_cache_config)]
 
     def _new_worker(self, vllm_config: VllmConfig, settings: Settings, kv_cache_config: KVCacheConfig) -> Worker:
@@ -92,6 +93,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
                 expected="FerryConnector before it among the connectors of MultiConnector",
             )
         self._scheduler.set_ranks(ours)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.unfilled.bind(kv_cache_manager.evict_blocks)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)

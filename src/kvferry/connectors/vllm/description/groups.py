@@ -27,12 +27,7 @@ class GroupFacts:
         """What to move of this group when `tokens` are wanted: the same, or the pieces that hold them."""
         if not self.whole_tokens:
             return tokens
-        first = tokens.first
-        if self.window_tokens:
-            first = max(first, tokens.last - (self.window_tokens - 1))
-        if self.chunk_tokens:
-            first = max(first, tokens.last // self.chunk_tokens * self.chunk_tokens)
-        first = min(first, tokens.last)
+        first = _seen_from(tokens, self.window_tokens, self.chunk_tokens)
         if first == tokens.last:
             return TokenRange(0, 0)
         return TokenRange(first // self.whole_tokens, -(-tokens.last // self.whole_tokens))
@@ -54,5 +49,23 @@ def forgets(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def _forgets(spec: Any) -> bool:
-    limits = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
-    return isinstance(spec, MambaSpec) or any(limits)
+    return isinstance(spec, MambaSpec) or any(_limits(spec))
+
+
+def seen_from(spec: Any, tokens: TokenRange) -> int:
+    """The first of these tokens that a layer still sees from behind the last one. Of a specification for layers of
+    several kinds, the windows and chunks are those of some."""
+    return _seen_from(tokens, *_limits(spec))
+
+
+def _seen_from(tokens: TokenRange, window: int, chunk: int) -> int:
+    first = tokens.first
+    if window:
+        first = max(first, tokens.last - (window - 1))
+    if chunk:
+        first = max(first, tokens.last // chunk * chunk)
+    return min(first, tokens.last)
+
+
+def _limits(spec: Any) -> tuple[int, int]:
+    return (getattr(spec, "sliding_window", None) or 0), (getattr(spec, "attention_chunk_size", None) or 0)

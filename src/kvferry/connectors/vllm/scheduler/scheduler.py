@@ -25,6 +25,7 @@ from kvferry.connectors.vllm.scheduler.first_token import first_token_of
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.connectors.vllm.scheduler.readers import Readers, Turn
 from kvferry.connectors.vllm.scheduler.skipped_transfers import ALREADY_READ, STEP_UNDER_WAY, Declined
+from kvferry.connectors.vllm.scheduler.unfilled_blocks import UnfilledBlocks
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.errors import RequestError, TransferError
 from kvferry.kv_transfer_params import Reach, from_params, to_params
@@ -47,8 +48,10 @@ class Scheduler:
         prompts: Prompts,
         reach: Reach = Reach.THIS_HOST,
         num_recomputed: int = 1,
+        context_parallel: int = 1,
     ) -> None:
-        """The decode side computes the last `num_recomputed` tokens of a prompt itself: the last one in any case."""
+        """The decode side computes the last `num_recomputed` tokens of a prompt itself: the last one in any case.
+        `context_parallel` ranks share the tokens of a block table."""
         self._engine_id = engine_id
         self._num_recomputed = num_recomputed
         self._prompts = prompts
@@ -70,6 +73,7 @@ class Scheduler:
         self._fixed = tuple(isinstance(spec, MambaSpec) for spec in specs)
         self._scratch = tuple(spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0 for spec in specs)
         self._forgets = forgets(kv_cache_config)
+        self.unfilled = UnfilledBlocks(kv_cache_config, context_parallel)
         self._promised = Promised(self._tables, prompts, self._declined, may_grow(kv_cache_config))
 
     def set_ranks(self, ranks: tuple[RankAddress, ...]) -> None:
@@ -149,6 +153,7 @@ class Scheduler:
         params = request.kv_transfer_params
         if request.request_id in self._fetched:
             self._readers.fetched(request.request_id)
+            self.unfilled.end(request.request_id)
             return
         if not params or not params.get("do_remote_prefill"):
             return
@@ -166,6 +171,7 @@ class Scheduler:
         # vLLM may load fewer than it was offered, and then leaves out the last ones.
         first = self._computed.get(request.request_id, 0)
         wanted = TokenRange(first, first + num_external_tokens)
+        self.unfilled.fetch(request.request_id, self._config.select_transfer_block_ids(block_ids), wanted)
         tables = self._tables(block_ids)
         ranges = (wanted,) * len(tables)
         order = _fetch(request.request_id, params, tables, ranges, self._reach)
@@ -205,6 +211,7 @@ class Scheduler:
 
     def _forget(self, request_id: str) -> None:
         self._fetched.discard(request_id)
+        self.unfilled.end(request_id)
         self._truncated.discard(request_id)
         self._computed.pop(request_id, None)
         self._expected.forget(request_id)
