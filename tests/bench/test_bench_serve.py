@@ -230,6 +230,22 @@ def test_a_sweep_has_a_run_per_rate():
     assert "…" not in table
 
 
+def test_no_run_finds_the_prompts_of_another_one_cached():
+    fake = Fake()
+    with serving(fake) as url:
+        load = ("--requests", 3, "--prompt-tokens", "20-40", "--prefix-tokens", 8, "--warm-up", 2, "--concurrency", 1)
+        bench("--url", url, *load)
+        warm_up, run = fake.seen[:2], fake.seen[2:]
+        bench("--url", url, *load[:-2], "--sweep", "500,1000")
+    runs = [fake.seen[5:7], fake.seen[7:10], fake.seen[10:]]
+    lengths = [sorted(len(body["prompt"]) for body in some) for some in (run, *runs)]
+    assert lengths[0] == lengths[2] == lengths[3]
+    assert [len(body["prompt"]) for body in warm_up] == [len(body["prompt"]) for body in run[:2]]
+    for groups in ([warm_up, run], runs):
+        beginnings = [{tuple(body["prompt"][:8]) for body in some} for some in groups]
+        assert len(set().union(*beginnings)) == len(groups)
+
+
 def test_a_sweep_without_limits_claims_nothing_about_them():
     with serving(Fake()) as url:
         facts = json.loads(bench("--url", url, "--sweep", "500,1000", "--requests", 3, "--json").stdout)
@@ -248,7 +264,7 @@ def test_a_trace_is_replayed(tmp_path):
     with serving(fake) as url:
         facts = json.loads(bench("--url", url, "--trace", trace, "--json").stdout)
     assert facts["completed"] == 2
-    assert fake.seen[1]["prompt"] == fake.seen[2]["prompt"]
+    assert fake.seen[0]["prompt"] != fake.seen[1]["prompt"] == fake.seen[2]["prompt"]
 
 
 @pytest.mark.parametrize(("fake", "words"), [(Fake(status=503), "HTTP 503: no room"), (Fake(is_cut=True), "[DONE]")])

@@ -11,7 +11,7 @@ import math
 import random
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import msgspec
@@ -166,6 +166,16 @@ def _planned(load: Synthetic, number: int, at_s: float, chooser: random.Random) 
         return PlannedRequest(at_s, Prompt((own,)), load.output.draw(chooser))
     shared = Piece(f"{load.seed}/shared/{chooser.randrange(load.num_prefixes)}", load.prefix_tokens)
     return PlannedRequest(at_s, Prompt((shared, own)), load.output.draw(chooser))
+
+
+def renamed(planned: Iterable[PlannedRequest], name: str) -> tuple[PlannedRequest, ...]:
+    """The same arrivals and lengths with other tokens. Prompts that begin alike still do, with each other only: a
+    server's prefix cache has nothing of them from requests under another name."""
+    return tuple(replace(each, prompt=_renamed(each.prompt, name)) for each in planned)
+
+
+def _renamed(prompt: Prompt, name: str) -> Prompt:
+    return Prompt(tuple(Piece(f"{name}/{piece.name}", piece.num_tokens) for piece in prompt.pieces))
 
 
 class Line(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from kvferry.bench.load.workload import (
     poisson,
     rates_named,
     read_trace,
+    renamed,
     synthetic,
 )
 from kvferry.bench.report.figures import Report, best_of, report_of
@@ -75,13 +76,18 @@ def bench_serve(options: BenchOptions) -> int:
 
 
 def _plans(options: BenchOptions) -> Plans:
-    """One run per rate, or one for a trace or with so many requests in flight."""
+    """One run per rate, or one for a trace or with so many requests in flight.
+
+    Runs have the same arrivals and lengths, and each has prompts of its own: a server with a prefix cache would not
+    compute what it had in an earlier run.
+    """
     lengths = lengths_named(options.prompt_tokens), lengths_named(options.output_tokens)
     load = Synthetic(options.requests, *lengths, options.seed, options.prefix_tokens, options.prefixes)
     rates = rates_named(options.sweep) if options.sweep else (options.rate,)
     if options.trace:
         return [(math.inf, _read(options.trace, options.trace_speed))]
-    return [(rate, synthetic(load, poisson(load.num_requests, rate, load.seed))) for rate in rates]
+    runs = [(rate, synthetic(load, poisson(load.num_requests, rate, load.seed))) for rate in rates]
+    return [(rate, renamed(planned, f"run/{number}")) for number, (rate, planned) in enumerate(runs)]
 
 
 def _read(path: str, speed: float) -> tuple[PlannedRequest, ...]:
@@ -110,10 +116,12 @@ async def _run(options: BenchOptions, plans: Plans, slo: Slo) -> tuple[Target, t
 
 
 async def _warm_up(options: BenchOptions, target: Target, planned: tuple[PlannedRequest, ...]) -> None:
-    """Send a few requests first. Raises ConfigurationError when the server answers none of them."""
+    """Send a few requests of the same lengths first. Raises ConfigurationError when the server answers none of them."""
     if not options.warm_up:
         return
-    outcome = await run_load(target, planned[: options.warm_up], 1, options.timeout, _ignore)
+    # Its prompts are its own: the first measured requests must not find them in a prefix cache.
+    planned = renamed(planned[: options.warm_up], "warm-up")
+    outcome = await run_load(target, planned, 1, options.timeout, _ignore)
     if all(record.error for record in outcome.records):
         raise ConfigurationError(
             "the warm-up request failed",
