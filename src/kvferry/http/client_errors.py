@@ -1,10 +1,14 @@
-"""Errors of an HTTP client as one line of text."""
+"""Errors of an HTTP client: how one is avoided, and the others as one line of text."""
 
 from __future__ import annotations
 
 import aiohttp
 
 from kvferry.system import os_error_text
+
+KEEP_ALIVE_S = 2.0
+"""How long a client keeps an idle connection. It is less than servers keep theirs (vLLM: 5 s): a connection that the
+server closes in the moment of its next use looks like a broken server."""
 
 
 def client_error_text(error: Exception) -> str:

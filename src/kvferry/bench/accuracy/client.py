@@ -12,6 +12,7 @@ import msgspec
 
 from kvferry.bench.accuracy.completion import Answer, answer_of
 from kvferry.bench.load.answer import refusal
+from kvferry.bench.load.target import open_session
 from kvferry.http.client_errors import client_error_text
 
 # Not every server knows the field.
@@ -67,7 +68,7 @@ class Server:
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
         """The token ids of a prompt. Raises ClientError, OSError or ValueError where the server cannot tell them."""
-        async with self._session() as session:
+        async with open_session(self.headers, self.timeout_s) as session:
             body = await _post(session, f"{self.url}/tokenize", {"model": self.model, "prompt": text})
         return msgspec.convert(body, Tokenized).tokens
 
@@ -75,7 +76,7 @@ class Server:
         found: dict[int, Answer] = {}
         waiting = iter(enumerate(bodies))
 
-        async with self._session() as session:
+        async with open_session(self.headers, self.timeout_s) as session:
 
             async def work() -> None:
                 for number, body in waiting:
@@ -86,10 +87,6 @@ class Server:
                 for _ in range(min(self.at_once, len(bodies))):
                     group.create_task(work())
         return [found[number] for number in range(len(bodies))]
-
-    def _session(self) -> aiohttp.ClientSession:
-        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=self.timeout_s)
-        return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self.headers)
 
     async def _ask(self, session: aiohttp.ClientSession, fields: dict[str, Any]) -> Answer:
         body = fields | {"model": self.model, "temperature": 0} | ({"cache_salt": self.salt} if self.salt else {})

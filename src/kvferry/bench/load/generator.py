@@ -11,7 +11,7 @@ from itertools import pairwise
 import aiohttp
 
 from kvferry.bench.load.answer import Answer, refusal
-from kvferry.bench.load.target import Target
+from kvferry.bench.load.target import Target, open_session
 from kvferry.bench.load.workload import PlannedRequest
 from kvferry.bench.report.record import Record
 from kvferry.http.client_errors import client_error_text
@@ -37,11 +37,7 @@ async def run_load(
     when another ends, and the arrivals mean nothing. An answer that takes longer than `timeout_s` is an error.
     """
     bodies = [target.body(one) for one in planned]
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    # As many connections as there are requests: none may wait for another.
-    connector = aiohttp.TCPConnector(limit=0)
-    headers = {"content-type": "application/json", **target.headers}
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+    async with open_session({"content-type": "application/json", **target.headers}, timeout_s) as session:
         load = Load(session, target, timeout_s, progress)
         if concurrency:
             await load.closed(planned, bodies, concurrency)

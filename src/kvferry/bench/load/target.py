@@ -11,7 +11,7 @@ import msgspec
 from kvferry.bench.load.answer import refusal
 from kvferry.bench.load.workload import Endpoint, PlannedRequest, Prompt
 from kvferry.errors import ConfigurationError
-from kvferry.http.client_errors import client_error_text
+from kvferry.http.client_errors import KEEP_ALIVE_S, client_error_text
 
 TIMEOUT_S = 10.0
 
@@ -50,6 +50,13 @@ class Target:
         return {"prompt": prompt.text() if self.as_text else prompt.token_ids()}
 
 
+def open_session(headers: dict[str, str], timeout_s: float) -> aiohttp.ClientSession:
+    """A session with as many connections as there are requests: none waits for another."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+
+
 async def served_model(url: str, wanted: str, headers: dict[str, str]) -> str:
     """The name of the model to ask for: `wanted`, or the first one that is served when that is empty.
 
@@ -71,12 +78,8 @@ async def served_model(url: str, wanted: str, headers: dict[str, str]) -> str:
 
 async def _models(url: str, headers: dict[str, str], *, is_needed: bool) -> list[str]:
     """Nothing where the server does not know the path."""
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-            session.get(f"{url}/v1/models") as response,
-        ):
+        async with open_session(headers, TIMEOUT_S) as session, session.get(f"{url}/v1/models") as response:
             body = await response.read()
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
         raise ConfigurationError(

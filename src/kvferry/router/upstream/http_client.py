@@ -15,14 +15,12 @@ from yarl import URL
 
 from kvferry.errors import PeerError
 from kvferry.http.access import bearer
+from kvferry.http.client_errors import KEEP_ALIVE_S
 from kvferry.router.request.headers import Headers
 from kvferry.router.upstream.failures import FAILURES
 from kvferry.router.upstream.name_lookup import NameLookup
 from kvferry.system import keep_alive
 
-# Less than servers keep theirs (vLLM: 5 s): a connection that the engine closes in the moment of its next use looks
-# like a broken engine.
-KEEP_ALIVE_S = 2.0
 # The limit for one line, or one header, of an answer's head.
 MAX_HEADER_BYTES = 1 << 16
 # aiohttp warns of longer bodies that are given as bytes, since it writes them in one go.
