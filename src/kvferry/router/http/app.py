@@ -24,6 +24,7 @@ from kvferry.errors import FerryError
 from kvferry.http.access import INVALID_KEY, UNAUTHORIZED
 from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response
 from kvferry.http.registration import MEMBERS_PATH
+from kvferry.http.request_ids import id_of_refusal
 from kvferry.router.config import RouterConfig
 from kvferry.router.discovery.members_file import MembersFile
 from kvferry.router.discovery.registry import Registry
@@ -32,7 +33,7 @@ from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.fleet.probes import Prober
 from kvferry.router.flow.client import Client
-from kvferry.router.flow.driver import Driver
+from kvferry.router.flow.driver import BROKEN_OFF, Driver
 from kvferry.router.http.errors import (
     BEGAN_S,
     IS_SERVED,
@@ -197,6 +198,10 @@ class Generate:
             await self._serve(http, call, Client(receive, send, stall_s, call.deadline_s))
         except ClientDisconnect:
             tell_left(http)
+        except asyncio.CancelledError:
+            # The router ends before all of the request has come: a request that is served has been counted.
+            tell_refusal(http.app.state.metrics, scope, id_of_refusal(scope["headers"]), 503, "server_ended")
+            raise
         except HTTPException as error:
             await (await on_http_error(http, error))(scope, receive, send)
         except FerryError as error:
@@ -222,6 +227,11 @@ class Generate:
             # A defect, of which the client is told further out; a client that has left is not told.
             if client.status == CLIENT_CLOSED_REQUEST and not client.has_left:
                 client.status = 500
+            raise
+        except asyncio.CancelledError:
+            # The router ends. Its server tells the client so: with 503, or at the end of what has begun.
+            if not client.has_left:
+                client.status = 503 if client.status == CLIENT_CLOSED_REQUEST else BROKEN_OFF
             raise
         finally:
             services.metrics.requests.labels(self._endpoint, driver.path, client.status).inc()
