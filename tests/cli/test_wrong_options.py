@@ -90,6 +90,9 @@ def test_what_would_have_no_effect_is_refused(arguments, words):
 def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, command):
     (tmp_path / "page.html").mkdir()
     assert "the page cannot be written" in told(*command, tmp_path / "page.html")
+    long = "x" * 300
+    assert "File name too long" in told(*command, tmp_path / f"{long}.html")
+    assert "the folder does not exist" in told(*command, tmp_path / long / "page.html")
 
 
 def test_a_benchmark_that_is_interrupted_says_that_nothing_is_reported(monkeypatch):

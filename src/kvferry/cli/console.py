@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -115,12 +116,26 @@ def page_file(path: str) -> Path | None:
     if page.suffix.lower() not in PAGES:
         what, hint = "the page must be an HTML file", "for another format, open the page in a browser and print it"
         raise ConfigurationError(what, found=path, expected="a name that ends in .html", hint=hint)
-    if not folder.is_dir():
+    # Not the method of `Path`, which raises OSError for a name that is too long.
+    if not os.path.isdir(folder):
         raise ConfigurationError("the folder does not exist", found=str(folder), hint="create the folder first")
-    if page.is_dir() or not os.access(page if page.exists() else folder, os.W_OK):
-        found = f"{path}: {'a folder' if page.is_dir() else os.strerror(errno.EACCES)}"
-        raise ConfigurationError("the page cannot be written", found=found, hint="name another file")
+    if trouble := _why_unwritable(page):
+        what, hint = "the page cannot be written", "name another file"
+        raise ConfigurationError(what, found=f"{path}: {trouble}", hint=hint)
     return page
+
+
+def _why_unwritable(page: Path) -> str:
+    """Why there can be no such file, in words; empty where there can be one."""
+    where = page
+    try:
+        if stat.S_ISDIR(page.stat().st_mode):
+            return "a folder"
+    except FileNotFoundError:
+        where = page.absolute().parent
+    except OSError as error:
+        return os_error_text(error)
+    return "" if os.access(where, os.W_OK) else os.strerror(errno.EACCES)
 
 
 def write_page(page: Path, text: str) -> None:
