@@ -137,6 +137,11 @@ def test_response_headers_keep_the_upstreams_and_add_ours():
     ]
 
 
+@pytest.mark.parametrize("name", [b"Location", b"Content-Location", b"Alt-Svc"])
+def test_the_address_of_an_engine_does_not_pass(name):
+    assert response_headers([(name, b"http://10.1.2.3:9/x"), (b"x-a", b"1")], {}) == [(b"x-a", b"1")]
+
+
 @pytest.mark.parametrize("bad", [b"a,b", b"a:b", b"a b", b"", b"x" * 129, b"\xff"])
 def test_an_id_that_engines_could_misread_is_refused(bad):
     with pytest.raises(RequestError, match="x-request-id"):

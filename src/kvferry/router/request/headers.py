@@ -45,8 +45,12 @@ OWN_OF_REQUEST = (
     | frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-kvferry-timeout"))
 )
 # The HTTP server of the router writes its own date and server; the timing is told with the router's part in it.
+# `location`, `content-location` and `alt-svc` name addresses of engines, which clients are not to know or to ask.
 OWN_OF_RESPONSE = HOP_BY_HOP | frozenset(
     (
+        b"location",
+        b"content-location",
+        b"alt-svc",
         b"date",
         b"server",
         b"server-timing",
