@@ -135,8 +135,10 @@ def _connect(address: str) -> None:
             # Ray itself would go on trying for minutes.
             socket.create_connection((host.removeprefix("ray://"), int(port)), ANSWER_S).close()
         ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
-    except (OSError, RayError) as error:
-        found = f"{address}: {os_error_text(error)}" if address and isinstance(error, OSError) else str(error)
+    except (OSError, ValueError, RayError) as error:
+        # A ValueError, among them UnicodeError, is what becomes of an address that is none.
+        is_ours = bool(address) and not isinstance(error, RayError)
+        found = f"{address}: {os_error_text(error)}" if is_ours else str(error)
         hint = "start one: ray start --head; or name one: RAY_ADDRESS=HOST:PORT"
         raise ConfigurationError("no Ray cluster can be used here", found=found, hint=hint) from error
     for number, handler in handlers.items():
