@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import socket
 import time
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.exceptions import RayError
@@ -95,14 +95,17 @@ class RayFleet:
                 raise _failed(state)
             time.sleep(POLL_S)
         url = f"http://{HERE}:{self._port}"
-        roles = self._settings.roles
-        while not all(len(_ready(url, side)) >= role.min_replicas for side, role in roles.items()):
+        while not self._is_complete(ready := _ready(url)):
             if time.monotonic() > deadline:
                 raise ConfigurationError("the router does not know all engines", expected=f"within {self._ready_s:g} s")
             time.sleep(POLL_S)
-        self.url, self.model = url, _ready(url, Side.DECODE)[0]["models"][0]
-        self.prefill_urls, self.decode_urls = (tuple(one["url"] for one in _ready(url, side)) for side in Side)
+        # From one answer of the router: by the next one an engine may not be ready any more.
+        self.url, self.model = url, ready[Side.DECODE][0].models[0]
+        self.prefill_urls, self.decode_urls = (tuple(one.url for one in ready[side]) for side in Side)
         console.say(f"the router is ready at {url}; engines: {', '.join((*self.prefill_urls, *self.decode_urls))}")
+
+    def _is_complete(self, ready: dict[Side, list[Member]]) -> bool:
+        return all(len(ready[side]) >= role.min_replicas for side, role in self._settings.roles.items())
 
 
 def _state() -> Any:
@@ -156,11 +159,25 @@ def _failed(state: Any) -> ConfigurationError:
     return ConfigurationError(f"the fleet is {state.status.value} on Ray", found=found, hint=hint)
 
 
-def _ready(url: str, side: Side) -> list[dict[str, Any]]:
-    """The ready engines of a role. Raises ConfigurationError when there is no router of ours."""
+class Member(msgspec.Struct, frozen=True):
+    """An engine as the router tells of it. Other keys are ignored."""
+
+    url: str
+    role: str
+    ready: bool
+    models: tuple[str, ...]
+
+
+class Members(msgspec.Struct, frozen=True):
+    members: tuple[Member, ...]
+
+
+def _ready(url: str) -> dict[Side, list[Member]]:
+    """The engines of each role that are ready, and have said which models they serve. Raises ConfigurationError when
+    there is no router of ours."""
     try:
-        members = json.loads(get(url + MEMBERS_PATH, ANSWER_S))["members"]
-    except (OSError, ValueError) as error:
+        found = msgspec.json.decode(get(url + MEMBERS_PATH, ANSWER_S), type=Members).members
+    except (OSError, ValueError, msgspec.DecodeError) as error:
         hint = "Ray Serve was started before, perhaps with another port: name it with --port"
         raise ConfigurationError(f"there is no router at {url}", found=os_error_text(error), hint=hint) from error
-    return [one for one in members if one["ready"] and one["role"] == side]
+    return {side: [one for one in found if one.ready and one.models and one.role == side] for side in Side}
