@@ -95,7 +95,8 @@ async def curve(system: System, target: Target, options: argparse.Namespace) -> 
         reports.append(report_of(outcome.records, outcome.duration_s, rate, outcome.most_open, slo_named(SLO)))
         parts = "  ".join(f"{by}: {judged(reports[-1], by).attainment:.0%}" for by in ItlBy)
         ttft, itl = reports[-1].times_s["ttft"], reports[-1].times_s["itl"]
-        say(f"{system.name:22} {rate:4.2f}/s  {parts}  ttft {ttft.median:.2f} p99 {ttft.p99:.2f} s, itl {itl.mean:.3f}")
+        times = f"ttft {ttft.median:.2f} p99 {ttft.p99:.2f} s, itl {itl.mean:.3f}" if ttft and itl else "no answer"
+        say(f"{system.name:22} {rate:4.2f}/s  {parts}  {times}")
         if max(judged(reports[-1], by).attainment for by in ItlBy) < HOPELESS:
             break
     return reports

@@ -77,6 +77,7 @@ def test_percentiles_are_those_of_numpy(values, part):
 @given(st.lists(times, min_size=1, max_size=30))
 def test_summaries_are_those_of_the_standard_library(values):
     found = summary(values)
+    assert found is not None
     assert found.mean == pytest.approx(statistics.fmean(values))
     assert found.median == pytest.approx(statistics.median(values))
     assert found.std == pytest.approx(statistics.pstdev(values), abs=1e-6)

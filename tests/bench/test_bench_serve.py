@@ -277,6 +277,30 @@ def test_failures_are_counted_with_their_words(fake, words):
     assert "the warm-up request failed" in warm.stderr
 
 
+def test_a_time_that_no_answer_has_is_none():
+    arguments = ("--requests", 2, "--warm-up", 0)
+    with serving(Fake(status=503)) as url:
+        facts = json.loads(bench("--url", url, *arguments, "--json", code=1).stdout)
+        sweep = bench("--url", url, *arguments, "--sweep", "500,1000", code=1).stdout
+        table = bench("--url", url, *arguments, code=1).stdout
+    times = {
+        name: value for name, value in facts.items() if name.endswith(("_ttft_ms", "_tpot_ms", "_itl_ms", "_e2el_ms"))
+    }
+    assert len(times) == 4 * 6
+    assert set(times.values()) == {None}
+    assert facts["p99_late_ms"] is not None
+    assert table.split("time to first token")[1].split("inter-token")[0].count("-") == 5
+    assert sweep.count("0 of 2") == 2
+    assert "0.0" not in sweep
+
+
+def test_answers_of_one_token_have_no_time_between_tokens():
+    with serving(Fake()) as url:
+        facts = json.loads(bench("--url", url, "--requests", 2, "--output-tokens", 1, "--json").stdout)
+    assert facts["mean_ttft_ms"] > 0
+    assert facts["mean_itl_ms"] is facts["p99_tpot_ms"] is None
+
+
 def test_mistakes_are_told_before_anything_is_asked(tmp_path):
     bad_trace = tmp_path / "bad.jsonl"
     bad_trace.write_text("{}\n")

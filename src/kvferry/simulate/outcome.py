@@ -99,11 +99,6 @@ def figures_of(outcomes: Sequence[Outcome], slo: Slo, begins_s: float, ends_s: f
         num_retried=sum(each.num_retries > 0 for each in found),
         num_alone=sum(each.is_alone for each in found),
         num_recomputed=sum(each.is_recomputed for each in found),
-        ttft_s=_summary([each.ttft_s for each in answered]),
-        itl_s=_summary([each.itl_s for each in answered if each.output_tokens > 1]),
+        ttft_s=summary([each.ttft_s for each in answered]),
+        itl_s=summary([each.itl_s for each in answered if each.output_tokens > 1]),
     )
-
-
-def _summary(values: Sequence[float]) -> Summary | None:
-    """No answer is not one that took no time."""
-    return summary(values) if values else None

@@ -18,7 +18,8 @@ MAX_ERRORS = 5
 @dataclass(frozen=True, slots=True)
 class Report:
     """One run of `duration_s` seconds, from the start to the last answer. `rate` is what was asked for, infinite for
-    all at once; `most_open` how many requests were open at the same time; `num_good` how many met the SLO.
+    all at once; `most_open` how many requests were open at the same time; `num_good` how many met the SLO. In `times_s`
+    is None for a time that no answer has.
     """
 
     records: tuple[Record, ...]
@@ -26,7 +27,7 @@ class Report:
     rate: float
     most_open: int
     slo: Slo
-    times_s: dict[str, Summary]
+    times_s: dict[str, Summary | None]
 
     @property
     def answered(self) -> tuple[Record, ...]:
@@ -49,7 +50,7 @@ class Report:
     def as_json(self, with_requests: bool = False) -> dict[str, Any]:
         """Names of vLLM first, then ours; with every request's times, in vLLM's lists, when that is wanted.
 
-        Without limits there is no goodput: null.
+        Without limits there is no goodput: null. So are the statistics of a time that no answer has, where vLLM has 0.
         """
         return _of_vllm(self) | _of_times(self.times_s) | _ours(self) | (_lists(self) if with_requests else {})
 
@@ -86,12 +87,13 @@ def _of_vllm(report: Report) -> dict[str, Any]:
     }
 
 
-def _of_times(times_s: dict[str, Summary]) -> dict[str, float]:
-    facts: dict[str, float] = {}
+def _of_times(times_s: dict[str, Summary | None]) -> dict[str, float | None]:
+    words = ("mean", "median", "std", *(f"p{part}" for part in PERCENTILES))
+    facts: dict[str, float | None] = {}
     for name, of in times_s.items():
-        facts |= {f"mean_{name}_ms": of.mean * 1000, f"median_{name}_ms": of.median * 1000}
-        facts |= {f"std_{name}_ms": of.std * 1000}
-        facts |= {f"p{part}_{name}_ms": value * 1000 for part, value in zip(PERCENTILES, of.percentiles, strict=True)}
+        values = (None,) * len(words) if of is None else (of.mean, of.median, of.std, *of.percentiles)
+        named = zip(words, values, strict=True)
+        facts |= {f"{word}_{name}_ms": None if value is None else value * 1000 for word, value in named}
     return facts
 
 

@@ -17,7 +17,7 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of many values, in their unit; all 0 when there are none. `percentiles` are those of `PERCENTILES`."""
+    """Statistics of one value or more, in their unit. `percentiles` are those of `PERCENTILES`."""
 
     mean: float
     median: float
@@ -29,10 +29,12 @@ class Summary:
         return self.percentiles[PERCENTILES.index(99)]
 
 
-def summary(values: Sequence[float]) -> Summary:
-    found = values or (0.0,)
-    parts = tuple(percentile(found, part) for part in PERCENTILES)
-    return Summary(float(np.mean(found)), percentile(found, 50), float(np.std(found)), parts)
+def summary(values: Sequence[float]) -> Summary | None:
+    """None without values: a time that nobody has measured is not 0."""
+    if not values:
+        return None
+    parts = tuple(percentile(values, part) for part in PERCENTILES)
+    return Summary(float(np.mean(values)), percentile(values, 50), float(np.std(values)), parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,9 +136,10 @@ def _ignore(record: Record) -> None:
 
 
 def _warn(report: Report) -> None:
-    late_ms = report.times_s["late"].p99 * 1000
-    if late_ms > LATE_MS:
-        console.say(f"warning: requests were sent up to {late_ms:.0f} ms late (p99): this machine is too slow or busy")
+    late = report.times_s["late"]
+    if late is not None and late.p99 * 1000 > LATE_MS:
+        late_ms = f"{late.p99 * 1000:.0f} ms"
+        console.say(f"warning: requests were sent up to {late_ms} late (p99): this machine is too slow or busy")
 
 
 def _counter(progress: Progress, task: TaskID) -> Callable[[Record], None]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.bench.report.figures import Report, best_of
-from kvferry.bench.report.record import Summary
+from kvferry.bench.report.record import PERCENTILES, Summary
 from kvferry.bench.report.slo import Slo
 
 TIMES = (
@@ -19,6 +19,7 @@ TIMES = (
     ("e2el", "end-to-end latency"),
     ("late", "sent late"),
 )
+FIGURES = ("mean", "median", *(f"p{part}" for part in PERCENTILES))
 
 
 def show(reports: Sequence[Report], attainment: float) -> None:
@@ -44,15 +45,20 @@ def _say(out: Console, words: str) -> None:
 
 
 def _times(report: Report) -> Table:
-    table = Table("ms", *(name for name in ("mean", "median", "p90", "p95", "p99")))
+    table = Table("ms", *FIGURES)
     for name, words in TIMES:
         of = report.times_s[name]
-        table.add_row(words, *(f"{value * 1000:.1f}" for value in _figures(of)))
+        table.add_row(words, *map(_ms, _figures(of)))
     return table
 
 
-def _figures(of: Summary) -> tuple[float, ...]:
-    return (of.mean, of.median, *of.percentiles)
+def _figures(of: Summary | None) -> tuple[float | None, ...]:
+    return (None,) * len(FIGURES) if of is None else (of.mean, of.median, *of.percentiles)
+
+
+def _ms(seconds: float | None) -> str:
+    """A time that no answer has is none."""
+    return "-" if seconds is None else f"{seconds * 1000:.1f}"
 
 
 def _words(report: Report) -> str:
@@ -81,12 +87,11 @@ def _rates(reports: Sequence[Report]) -> Table:
     for name in ("rate/s", "answered", *limited, "ttft\np50", "ttft\np99", "itl\nmean", "itl\np99"):
         table.add_column(name, justify="right", no_wrap=True)
     for report in reports:
-        ttft, itl = report.times_s["ttft"], report.times_s["itl"]
-        times = (ttft.median, ttft.p99, itl.mean, itl.p99)
+        (_, ttft, *_, slow_ttft), (itl, *_, slow_itl) = (_figures(report.times_s[name]) for name in ("ttft", "itl"))
         table.add_row(
             f"{report.rate:g}",
             f"{len(report.answered)} of {len(report.records)}",
             *((f"{report.attainment:.1%}", f"{report.goodput:.3g}/s") if has_limits else ()),
-            *(f"{value * 1000:.1f}" for value in times),
+            *map(_ms, (ttft, slow_ttft, itl, slow_itl)),
         )
     return table
