@@ -1,11 +1,14 @@
 """What ends a server besides a signal."""
 
 import asyncio
+import contextlib
 import os
 import signal
 
 import pytest
+import uvicorn
 from starlette.applications import Starlette
+from uvicorn.server import ServerState
 
 from kvferry.cli.server import http, listening
 
@@ -33,3 +36,48 @@ async def test_a_signal_that_comes_as_soon_as_a_server_says_it_is_ready_ends_it_
     with listening.listen("127.0.0.1", 0) as bound:
         running = http.run(Starlette(), bound, [], 1, http.Drain(1.0, list, notice_s=0.0), announce)
         await asyncio.wait_for(running, DEADLINE_S)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: x\r\n"])
+async def test_a_connection_on_which_no_whole_head_comes_is_closed(sent, is_first, monkeypatch):
+    monkeypatch.setattr(http, "IDLE_S", 0.1)
+    end = asyncio.Event()
+    with listening.listen("127.0.0.1", 0) as bound:
+        running = asyncio.create_task(http.run(Starlette(), bound, [end.wait()], 1, http.Drain(0.0, list)))
+        reader, writer = await asyncio.open_connection(*bound.getsockname())
+        # A slow machine may come too late for the second part, and finds the connection closed.
+        with contextlib.suppress(ConnectionError):
+            if not is_first:
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+                await reader.readline()
+            writer.write(sent)
+            await asyncio.wait_for(reader.read(), DEADLINE_S)
+        writer.close()
+        end.set()
+        await asyncio.wait_for(running, DEADLINE_S)
+
+
+class Transport(asyncio.Transport):
+    """A connection to nobody."""
+
+
+async def test_only_the_last_byte_of_a_head_ends_the_wait_for_it():
+    answering = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await answering.wait()
+
+    protocol = http._Protocol(uvicorn.Config(app, lifespan="off"), ServerState(), {})
+    protocol.connection_made(Transport())
+    timer = protocol.timeout_keep_alive_task
+    for part in (b"GET / HTTP/1.1\r\n", b"host: x\r\n\r"):
+        protocol.data_received(part)
+        assert protocol.timeout_keep_alive_task is timer
+        assert not timer.cancelled()
+    protocol.data_received(b"\n")
+    assert timer.cancelled()
+    assert protocol.timeout_keep_alive_task is None
+    (task,) = protocol.tasks
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

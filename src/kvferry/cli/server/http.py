@@ -30,6 +30,8 @@ ROUTER_GRACE_S = 6
 LAST_WORDS_S = 2
 # Whoever sends requests must have had time to see that we are not ready: routers ask every two seconds.
 NOTICE_S = 3.0
+# A connection is closed on which no whole head of a request has come for so long.
+IDLE_S = 65
 # Of whom nothing was heard for so long, nobody needs that time: probes come every ten seconds or more often.
 UNUSED_S = 30.0
 
@@ -53,6 +55,25 @@ class Drain:
     notice_s: float = NOTICE_S
     senders: str = "routers"
     open_work: str = "open requests and leases"
+
+
+class _Protocol(HttpToolsProtocol):
+    """Also closes connections on which not even one request has begun, or half a head has come: uvicorn counts the time
+    from an answer to the next byte, and who sends nothing could keep all descriptors."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        timer, self.timeout_keep_alive_task, cycle = self.timeout_keep_alive_task, None, self.cycle
+        super().data_received(data)
+        if timer is None:
+            return
+        if self.cycle is cycle:
+            self.timeout_keep_alive_task = timer
+        else:
+            timer.cancel()
 
 
 class _Server(uvicorn.Server):
@@ -79,11 +100,11 @@ async def run(
     config = uvicorn.Config(
         requests,
         # Never the slower parser in silence.
-        http=HttpToolsProtocol,
+        http=_Protocol,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=grace_s + LAST_WORDS_S,
-        timeout_keep_alive=65,
+        timeout_keep_alive=IDLE_S,
     )
     server = _Server(config)
     ending = _Ending(server, requests, grace_s, drain)
