@@ -108,6 +108,7 @@ NAMES = ("gpu-node-17", "gpu-node-17.example.org", "ann", "root", "x")
         *("http://other.corp.example:8000/v1", "other.corp.example", "ip-10-1-2-3", "7f3a5c001000"),
         *("8f4e2b1a-1234-1234-1234-123456789abc", "node42.local", "store.corp:9000", "corp.com", "node42.lan"),
         *("/home/ann/corp/weights.bin", "/root/.corp/key.pem", "~ann/corp", "gpu-node-17:/srv/corp/weights"),
+        *("/home/ann/my own eve dir/keys", "/home/ann/My Documents/corp files/weights", "~bob/my things/keys"),
         *("ann@gpu-node-17:/corp", "../ann/corp/keys", "http://gpu-node-17/corp", "version/10.1.2.3"),
     ],
 )
@@ -117,6 +118,14 @@ def test_nothing_names_the_machine_or_its_user(secret):
     told = msgspec.json.encode(found).decode()
     assert secret.lower() not in told.lower()
     assert not re.search("bob|eve|keys|corp|42|srv|weights|10[.]1", told)
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_path_in_quotes_ends_with_them(quote):
+    inside = "/home/ann/Eve's own keys" if quote == '"' else "/home/ann/Documents/eve keys"
+    text = f"couldn't open {quote}{inside}{quote}, as 2 of 9 reads/writes"
+    told = f"couldn't open {quote}(path){quote}, as 2 of 9 reads/writes"
+    assert cleaner(NAMES)(passed("machine", text)).words == told
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,17 @@ import msgspec
 from kvferry.qualify.outcome import Outcome
 
 DOMAINS: Final = "local|localdomain|lan|internal|intranet|intra|corp|home|private|com|net|org|edu|gov"
+IN_PATH: Final = r"[^\s:;,'\"<>()\[\]]"
 INSTEAD: Final = (
     (re.compile(r"\b[a-z][a-z0-9+.-]*:/{2,3}[^\s'\"<>,;)]+", re.IGNORECASE), "(URL)"),
-    # From a slash that divides no two words, a home or a folder above, to the end of the word.
-    (re.compile(r"(?:~\w*|\.{1,2}|(?<![\w/)\]-]))/[^\s:;,'\"<>()\[\]]+"), "(path)"),
+    # Python puts names of files into quotes: they may have spaces.
+    (re.compile(r"(['\"])(?:~\w*|\.{1,2})?/(?:(?!\1).)*\1"), r"\1(path)\1"),
+    # From a slash that divides no two words, a home or a folder above, to the end of the word; or, since names of
+    # folders may have spaces, to the end of one of the next words that has a slash, too.
+    (
+        re.compile(rf"(?:~\w*|\.{{1,2}}|(?<![\w/)\]-]))/{IN_PATH}+(?: (?:{IN_PATH}+ ){{0,2}}{IN_PATH}*/{IN_PATH}*)*"),
+        "(path)",
+    ),
     (re.compile(r"\w[\w.-]*(?:/[\w.-]+){2,}"), "(path)"),
     (re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b", re.IGNORECASE), "(number)"),
     (re.compile(r"(?<!\w)(?:[0-9a-f]{2}:){5}[0-9a-f]{2}(?![\w:])", re.IGNORECASE), "(address)"),
