@@ -14,7 +14,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.http.app import create_app
 
 PATH = "/v1/completions"
-COUNT = f'kvferry_router_requests_total{{endpoint="{PATH}",path="%s",status="%d"}} 1.0'
+COUNT = 'kvferry_router_requests_total{endpoint="%s",path="%s",status="%d"} 1.0'
 
 
 @contextlib.asynccontextmanager
@@ -31,10 +31,14 @@ async def router_before(engine):
         await engine.stop()
 
 
-async def check_told(caplog, session, url, path, status):
+async def counts(session, url):
     async with session.get(f"{url}/metrics") as response:
         lines = (await response.text()).splitlines()
-    assert [line for line in lines if line.startswith("kvferry_router_requests_total{")] == [COUNT % (path, status)]
+    return [line for line in lines if line.startswith("kvferry_router_requests_total{")]
+
+
+async def check_told(caplog, session, url, path, status):
+    assert await counts(session, url) == [COUNT % (PATH, path, status)]
     entries = [record.fields for record in caplog.records if hasattr(record, "fields")]
     assert [(entry["path"], entry["status"]) for entry in entries] == [(path, status)]
 
@@ -65,6 +69,17 @@ async def test_a_stream_that_is_broken_off_is_counted_as_one(caplog):
         event = (await response.read()).removeprefix(b"data: ")
         assert (response.status, json.loads(event)["error"]["code"]) == (200, "server_ended")
         await check_told(caplog, session, url, "decode-only", 502)
+
+
+async def test_a_request_about_tokens_is_counted_as_well():
+    engine = decode_engine(behave=hanging)
+    async with router_before(engine) as (requests, url, session):
+        asking = asyncio.create_task(session.post(f"{url}/tokenize", json={"prompt": "hello"}))
+        await engine.arrived.wait()
+        requests.break_off()
+        async with await asking as response:
+            assert response.status == 503
+        assert await counts(session, url) == [COUNT % ("/tokenize", "none", 503)]
 
 
 async def test_a_request_of_which_not_all_has_come_is_counted_as_well(caplog):

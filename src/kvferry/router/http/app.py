@@ -24,7 +24,6 @@ from kvferry.errors import FerryError
 from kvferry.http.access import INVALID_KEY, UNAUTHORIZED
 from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response
 from kvferry.http.registration import MEMBERS_PATH
-from kvferry.http.request_ids import id_of_refusal
 from kvferry.router.config import RouterConfig
 from kvferry.router.discovery.members_file import MembersFile
 from kvferry.router.discovery.registry import Registry
@@ -40,6 +39,7 @@ from kvferry.router.http.errors import (
     on_defect,
     on_ferry_error,
     on_http_error,
+    tell_ended,
     tell_left,
     tell_refusal,
 )
@@ -199,8 +199,7 @@ class Generate:
         except ClientDisconnect:
             tell_left(http)
         except asyncio.CancelledError:
-            # The router ends before all of the request has come: a request that is served has been counted.
-            tell_refusal(http.app.state.metrics, scope, id_of_refusal(scope["headers"]), 503, "server_ended")
+            tell_ended(http)
             raise
         except HTTPException as error:
             await (await on_http_error(http, error))(scope, receive, send)
@@ -249,13 +248,16 @@ async def tokenizer(http: Request) -> Response:
     request_id, deadline_s = request_id_of(headers), began_s + timeout_of(headers)
     try:
         body = await read_body(http, state.config.max_body_bytes, deadline_s)
+        request = HttpRequest("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
+        asked = partial(ask, state.services, request, deadline_s)
+        # The framework sends the answer.
+        answer = await Client(http.receive, _unsent).unless_left(asked, 0.0)
     except ClientDisconnect:
         tell_left(http)
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    request = HttpRequest("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
-    asked = partial(ask, state.services, request, deadline_s)
-    # The framework sends the answer.
-    answer = await Client(http.receive, _unsent).unless_left(asked, 0.0)
+    except asyncio.CancelledError:
+        tell_ended(http)
+        raise
     status = CLIENT_CLOSED_REQUEST if answer is None else answer.status
     state.metrics.requests.labels(path, NO_PATH, status).inc()
     if answer is None:

@@ -81,8 +81,16 @@ def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[s
 
 def tell_left(http: Request) -> None:
     """Count and log a request whose client has left before all of it had come."""
-    request_id = id_of_refusal(http.scope["headers"])
-    tell_refusal(http.app.state.metrics, http.scope, request_id, CLIENT_CLOSED_REQUEST, "client_left")
+    _tell(http, CLIENT_CLOSED_REQUEST, "client_left")
+
+
+def tell_ended(http: Request) -> None:
+    """Count and log a request that no driver serves at the end of the router, whose server tells the client."""
+    _tell(http, 503, "server_ended")
+
+
+def _tell(http: Request, status: int, reason: str) -> None:
+    tell_refusal(http.app.state.metrics, http.scope, id_of_refusal(http.scope["headers"]), status, reason)
 
 
 def tell_refusal(metrics: Metrics, scope: Scope, request_id: str, status: int, reason: str) -> None:
