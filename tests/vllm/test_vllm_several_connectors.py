@@ -15,10 +15,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
     importlib.import_module("vllm.v1.worker.utils")
 
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 import kvferry.connectors.vllm as connectors
-from kvferry.connectors.vllm import extension
+from kvferry.connectors.vllm import extension, features
 from kvferry.connectors.vllm.metadata import RankAddress
 from kvferry.errors import ConfigurationError
 
@@ -48,6 +49,36 @@ def test_it_is_not_found_where_it_is_not(monkeypatch):
     monkeypatch.setattr(extension, "has_kv_transfer_group", lambda: True)
     monkeypatch.setattr(extension, "get_kv_transfer_group", lambda: SimpleNamespace(sub_connectors=[object()]))
     assert extension._ours() is None
+
+
+def neighbours(role, *names):
+    """What vLLM says of a server's connectors, and of ours alone."""
+    extra = {"connectors": [{"kv_connector": name, "kv_role": role} for name in names]}
+    whole = KVTransferConfig(kv_connector="MultiConnector", kv_role=role, kv_connector_extra_config=extra)
+    own = KVTransferConfig(kv_connector="FerryConnector", kv_role=role)
+    return [SimpleNamespace(kv_transfer_config=one) for one in (whole, own)]
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_no_other_connector_keeps_what_a_fetch_leaves_unwritten(monkeypatch, role):
+    whole, own = neighbours(role, "FerryConnector", "OffloadingConnector")
+    monkeypatch.setattr(features, "get_current_vllm_config_or_none", lambda: whole)
+    with pytest.raises(ConfigurationError, match="OffloadingConnector"):
+        features.check_neighbours(own, has_windows=True)
+    features.check_neighbours(own, has_windows=False)
+
+
+def test_who_fetches_nothing_or_has_no_neighbours_may_have_windows(monkeypatch):
+    found = [
+        neighbours("kv_producer", "FerryConnector", "OffloadingConnector"),
+        neighbours("kv_both", "FerryConnector"),
+        [SimpleNamespace(kv_transfer_config=None), neighbours("kv_both")[1]],
+        [None, neighbours("kv_both")[1]],
+        [neighbours("kv_both")[1]] * 2,
+    ]
+    for whole, own in found:
+        monkeypatch.setattr(features, "get_current_vllm_config_or_none", lambda whole=whole: whole)
+        features.check_neighbours(own, has_windows=True)
 
 
 def test_ranks_of_a_pipeline_are_in_the_order_of_their_stages(ours):

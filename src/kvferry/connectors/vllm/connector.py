@@ -22,11 +22,12 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvferry import Reference
-from kvferry.connectors.vllm.description.groups import forgets
+from kvferry.connectors.vllm.description.groups import forgets, has_windows
 from kvferry.connectors.vllm.features import (
     CACHE_HIT_SOURCE,
     TransferResults,
     check_caches,
+    check_neighbours,
     check_version,
     num_recomputed,
 )
@@ -55,6 +56,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = settings_of(vllm_config)
         check_caches(vllm_config, forgets(kv_cache_config))
+        check_neighbours(vllm_config, has_windows(kv_cache_config))
         reach = Reach.ANY_HOST if settings.agent.token else Reach.THIS_HOST
         is_scheduler = role == KVConnectorRole.SCHEDULER
         prompts = [prompts_of(vllm_config)] if is_scheduler else []

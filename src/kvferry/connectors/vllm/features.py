@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import vllm
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -21,6 +22,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from kvferry.errors import ConfigurationError, RequestError
 
 OLDEST, NEWEST = (0, 29), (0, 33)
+OURS = "FerryConnector"
 
 Tables = Sequence[Sequence[int]]
 
@@ -161,6 +163,23 @@ def check_caches(vllm_config: Any, forgets: bool) -> None:
         # Gone in 0.32. Every block has a state there, and nobody has tried which one is the running one.
         hint = "use --mamba-cache-mode align"
         raise ConfigurationError("states of every block cannot be transferred", found="mamba_cache_mode all", hint=hint)
+
+
+def check_neighbours(vllm_config: Any, has_windows: bool) -> None:
+    """Raises ConfigurationError beside connectors that would keep blocks which a fetch has filled in part, and serve
+    them to later prompts. `has_windows` says that there are such blocks. MultiConnector shows each connector itself
+    alone: vLLM says what there is altogether only in a worker while that starts."""
+    whole = get_current_vllm_config_or_none()
+    transfer = whole.kv_transfer_config if whole is not None else None
+    named = (transfer.kv_connector_extra_config or {}).get("connectors") if transfer is not None else None
+    others = [one["kv_connector"] for one in named or () if one["kv_connector"] != OURS]
+    if has_windows and others and vllm_config.kv_transfer_config.is_kv_consumer:
+        raise ConfigurationError(
+            "a server that fetches caches of layers with windows or chunks has no other connector",
+            found=", ".join(map(str, others)),
+            expected=f"{OURS} alone, or kv_role kv_producer",
+            hint="leave the others out: they would keep blocks that a fetch fills in part, for later prompts",
+        )
 
 
 # --- drafters that read ahead: known since 0.32 ---

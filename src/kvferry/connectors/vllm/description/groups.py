@@ -48,6 +48,12 @@ def forgets(kv_cache_config: KVCacheConfig) -> bool:
     return len(specs) > 1 or any(_forgets(layer) for spec in specs for layer in iter_layer_specs(spec))
 
 
+def has_windows(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some layer has a window or chunks, so that a fetch begins behind the first token of a request."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+    return any(any(_limits(layer)) for spec in specs for layer in iter_layer_specs(spec))
+
+
 def _forgets(spec: Any) -> bool:
     return isinstance(spec, MambaSpec) or any(_limits(spec))
 
