@@ -117,6 +117,19 @@ def test_a_prefill_that_forgets_stops_before_what_a_drafter_keeps_of_the_last_to
     assert (asked.num_prompt_tokens, len(asked.prompt_token_ids), len(asked._all_token_ids)) == (num_left,) * 3
 
 
+def test_a_prompt_that_several_requests_share_is_shortened_once_for_each():
+    """vLLM's engine in the process that asks it (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) gives the answers to one prompt
+    the same list."""
+    made, tokens = scheduler(sliding(), num_recomputed=2), list(range(PROMPT))
+    sampling = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    several = [Request(f"{number}_cmpl-here", tokens, sampling, None) for number in range(2)]
+    for asked in several:
+        made.on_new_request(asked)
+    assert [asked.prompt_token_ids for asked in several] == [list(range(PROMPT - 2))] * 2
+    assert [list(asked.all_token_ids) for asked in several] == [list(range(PROMPT - 2))] * 2
+    assert tokens == list(range(PROMPT))
+
+
 def test_blocks_may_come_some_steps_after_they_were_asked_for():
     """Since vLLM 0.33: not before the steps that are under way have ended."""
     made, asked, other = scheduler(), request(dict(PULL)), request(dict(PULL, remote_request_id="cmpl-other"), "other")

@@ -116,7 +116,8 @@ class Scheduler:
             return
         num_left, is_read = self._num_recomputed, not request.get_skip_reading_prefix_cache()
         if request.num_prompt_tokens > num_left and request.prompt_token_ids and is_read:
-            del request.prompt_token_ids[-num_left:]
+            # Several answers to a prompt share this list where vLLM's engine runs in the process that asks it.
+            request.prompt_token_ids = request.prompt_token_ids[:-num_left]
             del request._all_token_ids[-num_left:]
             request.num_prompt_tokens -= num_left
             request.max_tokens = 1
