@@ -114,10 +114,11 @@ def room_of(params: Mapping[str, object]) -> int | None:
         return None
     try:
         return msgspec.convert(params.get("kvferry"), _InRoom).room
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError) as error:
+        # A text with half a character is no validation error of msgspec's.
         expected = f"an integer from 1 to {MAX_ROOM}"
         what = "kvferry.room in kv_transfer_params is invalid"
-        raise RequestError(what, found=str(error), expected=expected) from error
+        raise RequestError(what, found=_printable(str(error)), expected=expected) from error
 
 
 def room_params(room: int, host: str, port: int) -> dict[str, object]:

@@ -113,7 +113,8 @@ def test_a_prefill_says_its_room(ours, room):
     assert room_of({"do_remote_decode": True, "kvferry": ours}) == room
 
 
-@pytest.mark.parametrize("room", [-1, 1 << 63, "5", 5.5, None, True, [5]])
+@pytest.mark.parametrize("room", [-1, 1 << 63, "5", "\ud800", 5.5, None, True, [5]])
 def test_a_prefill_in_no_room_that_there_is_is_refused(room):
-    with pytest.raises(RequestError, match="room in kv_transfer_params is invalid"):
+    with pytest.raises(RequestError, match="room in kv_transfer_params is invalid") as caught:
         room_of({"do_remote_decode": True, "kvferry": {"room": room}})
+    str(caught.value).encode()

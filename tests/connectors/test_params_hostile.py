@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.errors import TransferError
-from kvferry.kv_transfer_params import MAX_RANKS, Reach, RemoteCache, from_params, to_params
+from kvferry.errors import RequestError, TransferError
+from kvferry.kv_transfer_params import MAX_RANKS, MAX_ROOM, Reach, RemoteCache, from_params, room_of, to_params
 from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Claim, Party, Reference
 
@@ -128,3 +128,15 @@ def test_size_does_not_matter():
     }
     assert isinstance(answer(json.loads(json.dumps(huge))), RemoteCache)
     assert len(str(answer(GOOD | {"kvferry": OURS | {"epoch": "x" * 1_000_000}}))) < 5000
+
+
+@given(JSON, TEXT)
+@example("\ud800", "room")
+@example(5, "\ud800")
+def test_any_room_of_a_prefill_is_a_number_or_a_typed_error(value, key):
+    try:
+        room = room_of({"do_remote_decode": True, "kvferry": {"room": value, key: value}})
+    except RequestError as error:
+        str(error).encode()
+    else:
+        assert 1 <= room <= MAX_ROOM

@@ -90,7 +90,7 @@ class TestPrefill:
         entered(made, "cmpl-third", ROOM + 1)
         assert [order.name for order in orders(made).promises] == [room_names(ROOM + 1)[0]]
 
-    @pytest.mark.parametrize("room", ["5", -1, 1 << 63, None, [5]])
+    @pytest.mark.parametrize("room", ["5", "\ud800", -1, 1 << 63, None, [5]])
     def test_a_room_that_is_none_ends_nothing(self, room):
         made, asked = entered(room=room)
         assert orders(made).promises == []
