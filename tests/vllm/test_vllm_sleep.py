@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 import torch
 from test_vllm_worker import LEASE, NOTHING, SETTINGS, fetch
 
-from kvferry import Memory
+from kvferry import Agent, Direction, Memory
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import Orders
 from kvferry.connectors.vllm.worker import rank_cache
@@ -119,6 +119,24 @@ def test_who_listened_in_a_room_is_asked_for_again(worker):
     worker.unregister()
     worker.restore()
     assert worker._lookups._waiting == {}
+
+
+def test_what_agents_have_moved_is_told_whole_although_each_counts_from_nothing(worker, monkeypatch):
+    moved = {Direction.READ: 1000, Direction.WRITE: 0}
+    monkeypatch.setattr(Agent, "moved_bytes", property(lambda agent: dict(moved)))
+
+    def told_of():
+        return worker.take_stats().data["moved"]
+
+    assert told_of() == [["read", 1000]]
+    moved[Direction.READ] = 1500
+    worker.unregister()
+    moved[Direction.READ] = 0
+    assert told_of() == [["read", 500]]
+    worker.restore()
+    assert told_of() == []
+    moved |= {Direction.READ: 900, Direction.WRITE: 7}
+    assert told_of() == [["read", 900], ["write", 7]]
 
 
 def test_caches_that_were_never_registered_are_not_restored():

@@ -83,17 +83,23 @@ class FerryStats(NixlKVConnectorStats):
 
 
 class Moved:
-    """How much of what an agent has moved since its start has been told, in each direction."""
+    """How much of what the agents of a rank have moved is told, by direction. Each agent counts from its start."""
 
     def __init__(self) -> None:
+        self._before: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
 
     def tell(self, moved_bytes: Mapping[Direction, int], stats: FerryStats) -> None:
-        """Put down what is new."""
-        for direction, num_bytes in moved_bytes.items():
+        """Put down what is new of the agent that runs, and of those before it."""
+        for direction in Direction:
+            num_bytes = self._before[direction] + moved_bytes.get(direction, 0)
             if num_bytes > self._told[direction]:
                 stats.moved(direction, num_bytes - self._told[direction])
                 self._told[direction] = num_bytes
+
+    def agent_ended(self, moved_bytes: Mapping[Direction, int]) -> None:
+        """The agent has moved so much, and moves no more: the next one begins at nothing."""
+        self._before.update(moved_bytes)
 
 
 class FerryPromMetrics(NixlPromMetrics):

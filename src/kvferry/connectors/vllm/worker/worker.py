@@ -135,6 +135,7 @@ class Worker:
         for started in self._started:
             started.agent.close()
             self._take_notices()
+            self._moved.agent_ended(started.agent.moved_bytes)
         self._started = []
 
     def restore(self) -> None:
@@ -340,8 +341,8 @@ class Worker:
     def take_stats(self) -> FerryStats:
         """What happened since the last call."""
         stats = self._open.take_stats()
-        for ours in self._started:
-            self._moved.tell(ours.agent.moved_bytes, stats)
+        for moved_bytes in [ours.agent.moved_bytes for ours in self._started] or [{}]:
+            self._moved.tell(moved_bytes, stats)
         return stats
 
     def close(self) -> None:
