@@ -13,6 +13,7 @@ from test_vllm_middleware import CHAT, COMPLETIONS, FACTS, STREAM, WHOLE, Vllm
 from kvferry.connectors.early_lease import Promise, unsealed
 from kvferry.connectors.vllm_middleware.buffered_request import BufferedRequest
 from kvferry.connectors.vllm_middleware.early import EarlyPrefill
+from kvferry.connectors.vllm_middleware.workers import TROUBLE
 from kvferry.kv_transfer_params import from_params
 
 KEY = "k" * 64
@@ -104,6 +105,18 @@ def test_no_two_have_the_same_name_or_lease_and_the_workers_are_asked_once():
     assert [seen for seen in served.seen if isinstance(seen, tuple)] == [("kvferry_facts", ())]
 
 
+def test_after_a_sleep_a_reference_is_that_of_the_epoch_in_which_it_can_be_read():
+    served = Vllm(says=STREAM, workers=RANKS, may_sleep=True)
+    served.ask(COMPLETIONS, PREFILL)
+    served.ask("/sleep", b"")
+    served.ask("/wake_up", b"")
+    served.workers = [rank | {"epoch": "next epoch", "address": "tcp://127.0.0.1:7009"} for rank in RANKS[:1]]
+    served.sent.clear()
+    served.ask(COMPLETIONS, PREFILL)
+    remote = from_params(first_event(served)["kv_transfer_params"])
+    assert (remote.reference.epoch, remote.addresses) == ("next epoch", ("tcp://127.0.0.1:7009",))
+
+
 def test_a_client_cannot_choose_what_it_is_promised():
     theirs = {"early": True, "name": "mine", "lease_id": "mine", "seal": "mine", "key": KEY}
     served = early({**PREFILL, "kv_transfer_params": {**EARLY, "kvferry": theirs}})
@@ -193,8 +206,9 @@ def test_any_other_request_is_vllms_as_it_came(name):
         ({"extension": ""}, 501, "--worker-extension-cls"),
         ({"workers": [{}]}, 501, "FerryConnector"),
         ({"workers": Exception("Executor failed.")}, 500, "did not answer"),
+        ({"workers": [{TROUBLE: "this engine sleeps"}]}, 503, "sleeps"),
     ],
-    ids=["replicas", "not extended", "another connector", "dead"],
+    ids=["replicas", "not extended", "another connector", "dead", "asleep"],
 )
 def test_a_server_that_can_promise_nothing_says_why_and_computes_nothing(vllm, status, words):
     served = early(**vllm)

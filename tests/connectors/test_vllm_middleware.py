@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connectors.vllm_middleware import FerryMiddleware, request_names
+from kvferry.connectors.vllm_middleware import FerryMiddleware, request_names, workers
 from kvferry.connectors.vllm_middleware.request_names import names_of
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes
-from kvferry.connectors.vllm_middleware.workers import Workers
+from kvferry.connectors.vllm_middleware.workers import TROUBLE, Workers
 from kvferry.kv_transfer_params import room_names, room_params, to_params
 from kvferry.router.answers.engine_response import lost_cache
 from kvferry.router.telemetry.request_timing import told_phases
@@ -59,6 +59,7 @@ class Vllm:
     workers: Any = ()
     extension: str = "Extension"
     replicas: int = 1
+    may_sleep: bool = False
     leaves: bool = False
     seen: list[Any] = field(default_factory=list)
     sent: list[dict[str, Any]] = field(default_factory=list)
@@ -69,6 +70,7 @@ class Vllm:
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(worker_extension_cls=self.extension, data_parallel_size=self.replicas),
             cache_config=SimpleNamespace(enable_prefix_caching=True),
+            model_config=SimpleNamespace(enable_sleep_mode=self.may_sleep),
         )
         client = SimpleNamespace(vllm_config=config, collective_rpc=self.collective_rpc)
         self.state = SimpleNamespace(engine_client=client, openai_serving_models=self)
@@ -624,7 +626,7 @@ def test_a_server_that_cannot_say_who_it_is_says_why(vllm, status, words):
     assert served.answer[0] == status
     assert words in served.answer[1]["error"]["message"]
     # It may be able to later.
-    assert served.middleware._workers._facts == {}
+    assert served.middleware._workers._told == ()
 
 
 def draining(vllm, is_draining=True):
@@ -689,3 +691,113 @@ def test_what_is_known_to_be_anothers_costs_no_worker_a_step(facts, code, replic
         assert (status, body["error"]["code"], served.seen) == (404, code, [])
     else:
         assert (status, body) == (200, {"released": True})
+
+
+# --- engines that sleep ---
+
+AWAKE = FACTS | {"epoch": "epoch", "address": "tcp://127.0.0.1:7001"}
+AWAKE_AGAIN = FACTS | {"epoch": "next epoch", "address": "tcp://127.0.0.1:7002"}
+ASLEEP = {TROUBLE: "this engine sleeps, and has no caches; hint: wake it up: POST /wake_up"}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that have passed, in a list."""
+    passed = [1000.0]
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    return passed
+
+
+def info(served: Vllm) -> tuple[int, Any]:
+    served.sent.clear()
+    served.ask("/kvferry/info", b"", method="GET")
+    return served.answer
+
+
+@pytest.mark.parametrize("root", ["", "/behind"])
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/release_kv_cache_memory", "/collective_rpc"])
+def test_a_server_that_was_told_to_sleep_or_to_wake_up_says_anew_who_it_is(path, root, clock):
+    served = Vllm(workers=[AWAKE], may_sleep=True)
+    assert info(served)[1]["epoch"] == "epoch"
+    served.workers = [AWAKE_AGAIN]
+    # It is asked once, as long as nothing has happened.
+    assert info(served)[1]["epoch"] == "epoch"
+    served.sent.clear()
+    served.ask(root + path, {}, root_path=root)
+    assert served.sent == WHOLE
+    status, told = info(served)
+    assert (status, told["epoch"], told["bootstrap_port"]) == (200, "next epoch", 7002)
+    assert [seen for seen in served.seen if isinstance(seen, tuple)] == [("kvferry_facts", ())] * 2
+
+
+def test_what_was_asked_while_an_engine_fell_asleep_is_not_kept(clock):
+    served = Vllm(workers=[AWAKE], may_sleep=True)
+
+    async def app(scope, receive, send):
+        await served.middleware._workers.facts(served.state)
+        served.workers = [ASLEEP]
+        await served.app(scope, receive, send)
+
+    served.middleware = FerryMiddleware(app, served.outcomes)
+    served.ask("/sleep", b"")
+    assert info(served)[0] == 503
+
+
+def test_whoever_hears_that_an_engine_is_awake_is_told_anew_who_it_is(clock):
+    """Also before the request that has woken it is over."""
+    served, found = Vllm(workers=[AWAKE], may_sleep=True), []
+    info(served)
+
+    async def app(scope, receive, send):
+        served.workers = [AWAKE_AGAIN]
+        await served.app(scope, receive, send)
+        found.append(await served.middleware._workers.facts(served.state))
+
+    served.middleware._app = app
+    served.ask("/wake_up", b"")
+    assert found == [AWAKE_AGAIN]
+
+
+def test_an_engine_that_another_server_has_told_to_sleep_is_asked_again_soon(clock):
+    served = Vllm(workers=[AWAKE], may_sleep=True)
+    info(served)
+    served.workers = [AWAKE_AGAIN]
+    clock[0] += workers.FACTS_S
+    assert info(served)[1]["epoch"] == "epoch"
+    clock[0] += 1
+    assert info(served)[1]["epoch"] == "next epoch"
+    # One that never sleeps is not asked again.
+    other = Vllm(workers=[AWAKE])
+    info(other)
+    other.workers = [AWAKE_AGAIN]
+    clock[0] += 1_000_000
+    assert info(other)[1]["epoch"] == "epoch"
+
+
+def test_a_lease_made_after_a_sleep_is_released_whatever_is_remembered(clock):
+    served = Vllm(workers=[AWAKE], may_sleep=True)
+    info(served)
+    served.sent.clear()
+    served.workers = ["released"]
+    reference = Reference("p", "next epoch", "cmpl-r-0-12345678", "lease")
+    served.ask("/kvferry/release", {"kv_transfer_params": to_params(reference, ["tcp://127.0.0.1:7002"], [[1]], 16)})
+    assert served.answer == (200, {"released": True})
+
+
+@pytest.mark.parametrize("ranks", [[ASLEEP], [AWAKE, ASLEEP]], ids=["all", "one of them"])
+def test_a_server_that_sleeps_says_so_and_is_known_again_when_it_is_awake(ranks, clock):
+    """Not with a status by which a router takes it for a server without kvferry."""
+    served = Vllm(workers=ranks, may_sleep=True)
+    status, told = info(served)
+    assert (status, told["error"]["code"]) == (503, "asleep")
+    assert "POST /wake_up" in told["error"]["message"]
+    served.workers = [AWAKE_AGAIN]
+    assert info(served)[0] == 200
+
+
+async def test_several_that_ask_at_once_are_told_by_one_question():
+    served = Vllm(workers=[AWAKE], may_sleep=True)
+    asked_all = served.middleware._workers
+    found = await asyncio.gather(*(asked_all.facts(served.state) for _ in range(5)))
+    assert found == [AWAKE] * 5
+    assert served.seen == [("kvferry_facts", ())]

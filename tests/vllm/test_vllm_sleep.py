@@ -17,12 +17,14 @@ import torch
 from test_vllm_worker import LEASE, NOTHING, SETTINGS, fetch
 
 from kvferry import Agent, Direction, Memory
+from kvferry.connectors.vllm import extension
+from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import Orders
 from kvferry.connectors.vllm.worker import rank_cache
 from kvferry.connectors.vllm.worker import worker as module
 from kvferry.connectors.vllm.worker.worker import Worker
-from kvferry.connectors.vllm_middleware.workers import RELEASED
+from kvferry.connectors.vllm_middleware.workers import RELEASED, TROUBLE
 from kvferry.errors import ConfigurationError
 from kvferry.layout import Axis, CacheGroup, Layout, Placement, Region, Span, State
 from kvferry.wire.messages import Reason, Reference
@@ -85,6 +87,21 @@ def test_an_engine_that_sleeps_has_no_address_and_still_steps(worker):
     assert told(worker) == NOTHING
     with pytest.raises(ConfigurationError, match="sleeps"):
         worker.address()
+
+
+def test_an_engine_that_sleeps_tells_its_server_so_and_raises_nothing(worker, monkeypatch):
+    """vLLM's server gets a bare Exception where a worker raises, whatever it says."""
+    connector = object.__new__(FerryConnector)
+    connector._workers = [worker]
+    monkeypatch.setattr(extension, "_ours", lambda: connector)
+    asked, epoch = extension.Extension(), worker.address().epoch
+    assert asked.kvferry_facts()["epoch"] == epoch
+    worker.unregister()
+    assert "wake it up" in asked.kvferry_facts()[TROUBLE]
+    assert asked.kvferry_release("ours", epoch, "l", "lease") == Reason.UNKNOWN_LEASE
+    assert asked.kvferry_withdraw(["l"]) is False
+    worker.restore()
+    assert asked.kvferry_facts()["epoch"] not in ("", epoch)
 
 
 def test_an_engine_that_wakes_up_is_another_one_to_its_peers(worker):

@@ -23,7 +23,7 @@ from kvferry.connectors.vllm_middleware.worker_reports import (
     FetchOutcomes,
     PrefillStarts,
 )
-from kvferry.connectors.vllm_middleware.workers import Workers, is_draining, num_replicas
+from kvferry.connectors.vllm_middleware.workers import AsleepError, Workers, is_draining, num_replicas
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
 from kvferry.http.anthropic import error_for
 from kvferry.http.asgi import json_response
@@ -33,6 +33,7 @@ from kvferry.kv_transfer_params import Reach, from_params
 logger = logging.getLogger(__name__)
 
 RELEASE, INFO, READY = ("POST", "/kvferry/release"), ("GET", "/kvferry/info"), ("GET", "/ready")
+SLEEP_PATHS = frozenset(("/sleep", "/wake_up", "/release_kv_cache_memory", "/collective_rpc"))
 MAX_RELEASE_BYTES = 1 << 20
 MAX_BODY_BYTES = 16 << 20
 DRAINING = "this engine is draining; hint: send the request to another engine"
@@ -67,8 +68,19 @@ class FerryMiddleware:
             await response(scope, receive, send)
         elif call == READY or path in ANSWER_PATHS:
             await self._pass_unless_draining(path, scope, receive, send)
+        elif path in SLEEP_PATHS:
+            await self._pass_to_sleep(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _pass_to_sleep(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request that has the engine sleep or wake up: whoever asks from then on is told anew who it is."""
+        self._workers.forget()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            # Meanwhile somebody may have asked before it slept.
+            self._workers.forget()
 
     async def _pass_unless_draining(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it while vLLM drains, which still seems healthy but answers with nothing."""
@@ -184,6 +196,9 @@ class FerryMiddleware:
 
 def _refusal(error: FerryError) -> Response:
     match error:
+        case AsleepError():
+            # It is not for ever: whoever knows the engine goes on knowing it.
+            return json_response(503, error_body(str(error), "server_error", "asleep", None))
         case ConfigurationError():
             return json_response(501, error_body(str(error), "server_error", "not_available", None))
         case TransferError():
