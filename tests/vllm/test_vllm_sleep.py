@@ -1,6 +1,7 @@
 """An engine that sleeps, as vLLM 0.33 tells a connector of it: caches are let go of, and come back empty."""
 
 import importlib
+import logging
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,22 +15,38 @@ with warnings.catch_warnings():
     importlib.import_module("vllm.v1.worker.utils")
 
 import torch
-from test_vllm_worker import LEASE, NOTHING, SETTINGS, fetch
+from test_vllm_worker import LEASE, LOST, NOTHING, REFERENCE, REPORT, SETTINGS, FakeAgent, Rank, fetch
 
-from kvferry import Agent, Direction, Memory
+from kvferry import (
+    Agent,
+    AgentStopped,
+    BlocksReleased,
+    Direction,
+    Fetched,
+    FetchFailed,
+    HoldRequest,
+    Located,
+    Memory,
+    Timing,
+)
 from kvferry.connectors.vllm import extension
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import Orders
 from kvferry.connectors.vllm.worker import rank_cache
 from kvferry.connectors.vllm.worker import worker as module
-from kvferry.connectors.vllm.worker.worker import Worker
+from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, at_once
+from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
+from kvferry.connectors.vllm.worker.worker import Worker, _Started
 from kvferry.connectors.vllm_middleware.workers import RELEASED, TROUBLE
 from kvferry.errors import ConfigurationError
 from kvferry.layout import Axis, CacheGroup, Layout, Placement, Region, Span, State
+from kvferry.session.commands import RemoteEngine
 from kvferry.wire.messages import Reason, Reference
 
 BLOCK_TOKENS, NUM_BLOCKS, TOKEN_BYTES = 16, 8, 32
+NO_LAYERS = Described(Layout((), (), (), ()), (), (GroupFacts(0),), (0,))
+AT_ONCE = Timing(missed_heartbeats=0, fence_s=0.0)
 CACHE = torch.zeros(NUM_BLOCKS * BLOCK_TOKENS * TOKEN_BYTES, dtype=torch.uint8)
 
 
@@ -81,9 +98,114 @@ def test_everything_open_ends_before_the_memory_goes(worker):
     assert told(worker) == NOTHING
 
 
+def test_a_fetch_that_a_source_was_writing_has_ended_when_the_memory_goes(worker, monkeypatch):
+    """The agent is asked to end it, and says when nothing can be written any more."""
+    worker.obey(Orders(fetches=[fetch()]))
+    ended, abort = [], Agent.abort
+    monkeypatch.setattr(Agent, "abort", lambda agent, name: ended.append(name) or abort(agent, name))
+    monkeypatch.setattr(Agent, "written_ids", property(lambda agent: frozenset({"a"})))
+    worker.unregister()
+    assert ended == ["a"]
+    worker.restore()
+    assert told(worker) == (set(), {"a"}, {"a"})
+
+
+class StandIn(FakeAgent):
+    """An agent of which a test says what it answers when it is told to end a fetch, by the fetch's name. It is closed
+    as an agent is: the last thing that it says is that it has stopped."""
+
+    def __init__(self, notices, answers):
+        super().__init__()
+        self.notices, self.answers = notices, answers
+
+    def hold(self, wanted):
+        self.wanted.append(wanted)
+
+    def abort(self, request_id):
+        super().abort(request_id)
+        for notice in self.answers.get(request_id, ()):
+            self.notices.put(notice)
+
+    def close(self):
+        self.notices.put(AgentStopped())
+
+
+def falling_asleep(answers, is_on_device=False, timing=SETTINGS.agent.timing, milestone=at_once):
+    """A rank with a stand-in for its agent."""
+    rank = Rank()
+    rank.worker = Worker(None, replace(SETTINGS, agent=replace(SETTINGS.agent, timing=timing)), None)
+    rank.agent = StandIn(rank.worker._notices, answers)
+    early = EarlyPrefills(Source(rank.agent, NO_LAYERS), rank.worker._open)
+    deferred = DeferredCommands(milestone)
+    rank.worker._started.append(_Started(rank.agent, NO_LAYERS, early, deferred, is_on_device=is_on_device))
+    return rank
+
+
+LET_GO = (FetchFailed("a", LOST), BlocksReleased("a"))
+
+
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_blocks_are_waited_for_until_nothing_can_be_written_to_them(is_on_device):
+    rank = falling_asleep({"a": LET_GO}, is_on_device)
+    rank.worker.obey(Orders(fetches=[fetch(), fetch("b")]))
+    rank.says(Fetched("b", REPORT))
+    rank.worker.unregister()
+    assert rank.agent.aborted == ["a"]
+    assert rank.told() == (set(), {"a"}, {"a"})
+
+
+@pytest.mark.parametrize(("is_on_device", "found"), [(True, (set(), {"a"}, {"a"})), (False, NOTHING)])
+def test_of_a_source_that_says_nothing_only_the_hosts_memory_is_kept(is_on_device, found, caplog, monkeypatch):
+    """It may write there as long as its process lives. The memory of a device is given away, and with it what it
+    writes to."""
+    monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
+    rank = falling_asleep({}, is_on_device, AT_ONCE)
+    rank.worker.obey(Orders(fetches=[fetch()]))
+    rank.agent.written_ids = frozenset({"a"})
+    rank.worker.unregister()
+    assert rank.told() == found
+    assert rank.told() == NOTHING
+    kept = [record.args[0] for record in caplog.records if record.levelname == "ERROR"]
+    assert kept == ([] if is_on_device else ["a"])
+
+
+def test_what_was_fetched_is_lost_with_the_memory_unless_vllm_has_heard_of_it():
+    rank = falling_asleep({})
+    rank.worker.obey(Orders(fetches=[fetch(), fetch("b")]))
+    assert rank.says(Fetched("b", REPORT)) == (set(), {"b"}, set())
+    rank.worker._notices.put(Fetched("a", REPORT))
+    rank.worker.unregister()
+    assert rank.told() == (set(), {"a"}, {"a"})
+
+
+def test_what_the_agent_has_not_heard_of_is_not_waited_for():
+    """The device has not got there, or it is not known yet who is to be asked. And nobody waits for a release."""
+    rank = falling_asleep({}, milestone=lambda: lambda: False)
+    asked = replace(fetch("b"), reference=Reference("", "", "room-7", "lease"))
+    rank.agent.locate = lambda *_: None
+    rank.worker.obey(Orders(fetches=[fetch(), asked]))
+    rank.worker.unregister()
+    assert rank.agent.aborted == []
+    assert rank.told() == (set(), {"a", "b"}, {"a", "b"})
+    other = falling_asleep({})
+    other.worker.obey(Orders(fetches=[fetch(is_waited_for=False)]))
+    other.worker.unregister()
+    assert (other.agent.aborted, other.told()) == ([], NOTHING)
+
+
+def test_nothing_begins_while_the_last_fetches_end():
+    found = Located("tcp://127.0.0.1:1", RemoteEngine("prefill", "epoch", ("tcp://127.0.0.1:1",)), 7)
+    rank = falling_asleep({"a": (found, *LET_GO)})
+    rank.agent.locate = lambda *_: None
+    rank.worker.obey(Orders(fetches=[fetch(), replace(fetch("b"), reference=Reference("", "", "room-7", "lease"))]))
+    rank.worker.unregister()
+    assert [wanted.request_id for wanted in rank.agent.wanted] == ["a"]
+    assert rank.told() == (set(), {"a", "b"}, {"a", "b"})
+
+
 def test_an_engine_that_sleeps_has_no_address_and_still_steps(worker):
     worker.unregister()
-    worker.obey(Orders())
+    worker.obey(Orders(holds=[HoldRequest(REFERENCE, ("tcp://127.0.0.1:1",))], aborted=["a"]))
     assert told(worker) == NOTHING
     with pytest.raises(ConfigurationError, match="sleeps"):
         worker.address()

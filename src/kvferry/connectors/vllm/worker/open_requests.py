@@ -33,6 +33,8 @@ class OpenRequests:
         # The leases of requests that vLLM still computes.
         self._promised: dict[str, str] = {}
         self._fetching: dict[str, FetchOrder] = {}
+        # Those of them that the agent has been asked for.
+        self._begun: set[str] = set()
         self._failed: set[str] = set()
         self._lost: list[FetchOrder] = []
         self._met: set[tuple[str, str]] = set()
@@ -105,6 +107,15 @@ class OpenRequests:
         """Whether a fetch of this request is expected to end."""
         return agent_name(request_id) in self._fetching
 
+    @property
+    def begun_fetches(self) -> list[str]:
+        """The fetches that the agent has been asked for and that vLLM waits for, by the agent's names."""
+        return [name for name, order in self._fetching.items() if name in self._begun and order.is_waited_for]
+
+    def lose_fetched(self) -> None:
+        """What has been fetched is not there any more, and vLLM hears of it as of what has not come."""
+        self._results.failed_recving.update(self._results.finished_recving)
+
     def take_results(self) -> TransferResults:
         """Every request that has ended since the last call, exactly once."""
         results, self._results = self._results, TransferResults()
@@ -123,6 +134,7 @@ class OpenRequests:
     def begin(self, name: str, fetch: Callable[[], None]) -> None:
         """Ask the agent for a fetch. What it cannot be asked for, whatever a peer has said, ends a request and not the
         engine."""
+        self._begun.add(name)
         try:
             fetch()
         except RequestError as error:
@@ -187,6 +199,7 @@ class OpenRequests:
 
     def _end_fetch(self, name: str) -> None:
         order = self._fetching.pop(name, None)
+        self._begun.discard(name)
         failed = name in self._failed
         self._failed.discard(name)
         if order is not None and order.is_waited_for:
@@ -211,6 +224,7 @@ class OpenRequests:
                 order.request_id,
                 order.reference.engine_id,
             )
+        self._begun.clear()
         for name in list(self._fetching):
             self._failed.add(name)
             self._end_fetch(name)

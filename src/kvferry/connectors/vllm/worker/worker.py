@@ -11,6 +11,7 @@ import logging
 import queue
 import re
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ MAX_EARLY_RELEASES = 1024
 @dataclass(frozen=True, slots=True)
 class _Started:
     """The agent, and the description by which vLLM's block tables become its own. `cache` names what all ranks keep.
-    With `may_grow` a prefill can be read while it is computed."""
+    With `may_grow` a prefill can be read while it is computed. `is_on_device` says where the caches lie."""
 
     agent: Agent
     described: Described
@@ -72,6 +73,7 @@ class _Started:
     deferred: DeferredCommands
     cache: str = ""
     may_grow: bool = False
+    is_on_device: bool = False
 
 
 class Worker:
@@ -116,7 +118,8 @@ class Worker:
         deferred = DeferredCommands(end_of_request(ours.milestone, speculates=speculates))
         grows = described.counts_alike and may_grow(self._kv_cache_config)
         cache = contents(*ours.cache.layouts)
-        self._started.append(_Started(agent, described, early_prefills, deferred, cache, grows))
+        is_on_device = ours.cache.device != "cpu"
+        self._started.append(_Started(agent, described, early_prefills, deferred, cache, grows, is_on_device))
         return agent.address
 
     def start(self, everyone: Sequence[str]) -> None:
@@ -130,13 +133,31 @@ class Worker:
         """Let go of the caches before vLLM gives their memory away. Safe to call twice.
 
         Every lease and every fetch ends here: peers that read are told, or find nobody, and none of them takes what it
-        has read for valid.
+        has read for valid. What was fetched is gone as well, if vLLM has not heard of it.
         """
         for started in self._started:
+            self._end_fetches(started.agent)
             started.agent.close()
+            if started.is_on_device:
+                # Sources write there by NIXL alone. It has taken its registration back, and what vLLM wakes up with is
+                # other memory: a late write goes nowhere. A process that may write to the host's memory keeps that.
+                self._open.stopped(())
             self._take_notices()
+            self._open.lose_fetched()
             self._moved.agent_ended(started.agent.moved_bytes)
         self._started = []
+
+    def _end_fetches(self, agent: Agent) -> None:
+        """End what is being fetched, and wait until no source writes to its blocks, as long as anything may be heard of
+        that."""
+        self._open.has_stopped = True
+        for name in self._open.begun_fetches:
+            agent.abort(name)
+        timing = self._settings.agent.timing
+        deadline = time.monotonic() + timing.silence_s + timing.fence_s
+        while agent.alive and self._open.begun_fetches and (left_s := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._note(self._notices.get(timeout=left_s))
 
     def restore(self) -> None:
         """The caches' memory is there again, and empty: meet the other ranks, which are asked as well, and begin anew
@@ -172,8 +193,9 @@ class Worker:
         for lease in orders.leases:
             self._lease(lease)
         self._withdrawn_names.clear()
-        for hold in orders.holds:
-            self._ours().agent.hold(hold)
+        for ours in self._started:
+            for hold in orders.holds:
+                ours.agent.hold(hold)
         for fetch in orders.fetches:
             self._fetch(fetch)
         for request_id in orders.aborted:
