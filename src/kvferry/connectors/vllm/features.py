@@ -22,7 +22,6 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from kvferry.errors import ConfigurationError, RequestError
 
 OLDEST, NEWEST = (0, 29), (0, 33)
-OURS = "FerryConnector"
 
 Tables = Sequence[Sequence[int]]
 
@@ -172,12 +171,13 @@ def check_neighbours(vllm_config: Any, has_windows: bool) -> None:
     whole = get_current_vllm_config_or_none()
     transfer = whole.kv_transfer_config if whole is not None else None
     named = (transfer.kv_connector_extra_config or {}).get("connectors") if transfer is not None else None
-    others = [one["kv_connector"] for one in named or () if one["kv_connector"] != OURS]
-    if has_windows and others and vllm_config.kv_transfer_config.is_kv_consumer:
+    ours = vllm_config.kv_transfer_config
+    others = [one["kv_connector"] for one in named or () if one["kv_connector"] != ours.kv_connector]
+    if has_windows and others and ours.is_kv_consumer:
         raise ConfigurationError(
             "a server that fetches caches of layers with windows or chunks has no other connector",
             found=", ".join(map(str, others)),
-            expected=f"{OURS} alone, or kv_role kv_producer",
+            expected=f"{ours.kv_connector} alone, or kv_role kv_producer",
             hint="leave the others out: they would keep blocks that a fetch fills in part, for later prompts",
         )
 
