@@ -165,8 +165,9 @@ def test_of_a_source_that_says_nothing_only_the_hosts_memory_is_kept(is_on_devic
     rank.worker.unregister()
     assert rank.told() == found
     assert rank.told() == NOTHING
-    kept = [record.args[0] for record in caplog.records if record.levelname == "ERROR"]
-    assert kept == ([] if is_on_device else ["a"])
+    # A record comes once more where an earlier test has had kvferry speak as vLLM does.
+    kept = {record.args[0] for record in caplog.records if record.levelname == "ERROR"}
+    assert kept == (set() if is_on_device else {"a"})
 
 
 def test_what_was_fetched_is_lost_with_the_memory_unless_vllm_has_heard_of_it():
