@@ -29,7 +29,13 @@ from router_harness import (
     streaming,
 )
 from test_router_flow import D0, P0, REQUEST, failed, pick, play
-from test_router_release import OURS, PARAMS, released
+from test_router_release import (
+    OURS,
+    PARAMS,
+    check_released_when_the_client_leaves,
+    crossing_a_client_that_leaves,
+    released,
+)
 
 from kvferry.router.answers.answer_format import CHAT
 from kvferry.router.answers.engine_response import promised_cache, stream_failure
@@ -38,7 +44,7 @@ from kvferry.router.config import PrefillFallback
 from kvferry.router.events import PREFILL_LOST, TOO_LATE, Answered, Began, ClientGone, Failed, Opened, Picked, Promised
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.instance_pool import KIND_BREAKER
-from kvferry.router.flow import client, dispatcher, early_prefill
+from kvferry.router.flow import dispatcher, early_prefill
 from kvferry.router.flow.early_prefill import EarlyPrefill
 from kvferry.router.flow.outcomes import OutcomeRecorder
 from kvferry.router.flow.state_machine import Flow
@@ -267,28 +273,15 @@ async def test_decode_begins_while_the_prompt_is_computed():
 @pytest.mark.parametrize("is_computed", [True, False])
 async def test_a_promise_that_comes_when_the_client_leaves_is_released(monkeypatch, is_computed):
     """An engine that has ended its answer by then does not see that nobody wants it."""
-    monkeypatch.setattr("kvferry.router.flow.dispatcher.LAST_ANSWER_S", DEADLINE_S)
-    left, wait_until_gone = asyncio.Event(), client.until_disconnected
 
-    async def noticed(receive):
-        await wait_until_gone(receive)
-        left.set()
-
-    async def crossing(request, seen):
-        await left.wait()
+    async def promising(request, seen):
         response = await open_stream(request)
         await response.write(PROMISE + (frame(chat_chunk("x")) + DONE if is_computed else b""))
         return response
 
-    monkeypatch.setattr(client, "until_disconnected", noticed)
-    p, d = early_engine("p0", crossing), decode_engine()
-    async with cluster([p], [d], early_from_tokens=1000) as c:
-        asking = asyncio.create_task(c.complete(LONG))
-        await p.arrived.wait()
-        asking.cancel()
-        assert await p.released.get() == {"kv_transfer_params": OURS}
-        assert await c.metric('kvferry_router_releases_total{reason="client_left"}') == 1
-        assert d.seen == []
+    crossing = crossing_a_client_that_leaves(monkeypatch, promising)
+    async with cluster([early_engine("p0", crossing)], [decode_engine()], early_from_tokens=1000) as c:
+        await check_released_when_the_client_leaves(c, LONG)
 
 
 @pytest.mark.parametrize("num_prefills", [1, 2, 3])

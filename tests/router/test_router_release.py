@@ -150,8 +150,8 @@ async def test_the_prefill_instance_is_told_when_the_client_leaves():
         assert await c.metric(RELEASES % "client_left") == 1
 
 
-async def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_heard(monkeypatch):
-    """Its blocks are kept already, for a decode request that will not be: the decode instance hears nothing of it."""
+def crossing_a_client_that_leaves(monkeypatch, behave):
+    """An engine that answers when the router has noticed that the client has left."""
     monkeypatch.setattr("kvferry.router.flow.dispatcher.LAST_ANSWER_S", DEADLINE_S)
     left, wait_until_gone = asyncio.Event(), client.until_disconnected
 
@@ -161,16 +161,27 @@ async def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_
 
     async def crossing(request, seen):
         await left.wait()
-        return await prefilled(request, seen)
+        return await behave(request, seen)
 
     monkeypatch.setattr(client, "until_disconnected", noticed)
+    return crossing
+
+
+async def check_released_when_the_client_leaves(c, body=None):
+    """The decode instance hears nothing of the request."""
+    asking = asyncio.create_task(c.complete(body))
+    await c.prefill[0].arrived.wait()
+    asking.cancel()
+    assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
+    assert await c.metric(RELEASES % "client_left") == 1
+    assert c.decode[0].seen == []
+
+
+async def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_heard(monkeypatch):
+    """Its blocks are kept already, for a decode request that will not be."""
+    crossing = crossing_a_client_that_leaves(monkeypatch, prefilled)
     async with cluster([prefill_engine("p0", crossing)], [decode_engine()]) as c:
-        asking = asyncio.create_task(c.complete())
-        await c.prefill[0].arrived.wait()
-        asking.cancel()
-        assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
-        assert await c.metric(RELEASES % "client_left") == 1
-        assert c.decode[0].seen == []
+        await check_released_when_the_client_leaves(c)
 
 
 async def test_a_prefill_instance_that_is_gone_is_no_trouble():

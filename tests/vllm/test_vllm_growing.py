@@ -21,7 +21,7 @@ from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, LeaseOrder, 
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, at_once, end_of_request
 from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
-from kvferry.connectors.vllm.worker.worker import _Started
+from kvferry.connectors.vllm.worker.rank_agent import RankAgent
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.plan.description.layout import Layout
 from kvferry.session.commands import AgentStopped, LeaseEnded
@@ -55,7 +55,7 @@ def with_groups(rank, *groups, milestone=None, layer_ends=None):
     described = Described(Layout((), (), (), ()), (), groups, (0,))
     source = Source(rank.agent, described, milestone) if milestone else Source(rank.agent, described)
     early_prefills = EarlyPrefills(source, rank.worker._open, layer_ends or {})
-    rank.worker._started = [_Started(rank.agent, described, early_prefills, DeferredCommands(milestone or at_once))]
+    rank.worker._started = [RankAgent(rank.agent, described, early_prefills, DeferredCommands(milestone or at_once))]
     return rank
 
 

@@ -33,11 +33,12 @@ from kvferry.connectors.vllm import extension
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import Orders
-from kvferry.connectors.vllm.worker import rank_cache
+from kvferry.connectors.vllm.worker import rank_agent, rank_cache
 from kvferry.connectors.vllm.worker import worker as module
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, at_once
 from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
-from kvferry.connectors.vllm.worker.worker import Worker, _Started
+from kvferry.connectors.vllm.worker.rank_agent import RankAgent
+from kvferry.connectors.vllm.worker.worker import Worker
 from kvferry.connectors.vllm_middleware.workers import RELEASED, TROUBLE
 from kvferry.errors import ConfigurationError
 from kvferry.layout import Axis, CacheGroup, Layout, Placement, Region, Span, State
@@ -67,7 +68,7 @@ def worker(monkeypatch):
     monkeypatch.setattr(rank_cache, "describe", lambda *_: Described(layout(), memories, (GroupFacts(0),), (0,)))
     monkeypatch.setattr(rank_cache, "meet", lambda ours, num_ranks: ([ours], 0))
     monkeypatch.setattr(module, "addresses", lambda ours, num_ranks: [ours])
-    monkeypatch.setattr(module, "may_grow", lambda config: False)
+    monkeypatch.setattr(rank_agent, "may_grow", lambda config: False)
     parallel = SimpleNamespace(world_size=1)
     made = Worker(SimpleNamespace(parallel_config=parallel, speculative_config=None), SETTINGS, None)
     made.register({"model.layers.0": CACHE})
@@ -137,7 +138,7 @@ def falling_asleep(answers, is_on_device=False, timing=SETTINGS.agent.timing, mi
     rank.agent = StandIn(rank.worker._notices, answers)
     early = EarlyPrefills(Source(rank.agent, NO_LAYERS), rank.worker._open)
     deferred = DeferredCommands(milestone)
-    rank.worker._started.append(_Started(rank.agent, NO_LAYERS, early, deferred, is_on_device=is_on_device))
+    rank.worker._started.append(RankAgent(rank.agent, NO_LAYERS, early, deferred, is_on_device=is_on_device))
     return rank
 
 

@@ -24,7 +24,8 @@ from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, Pro
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, at_once
 from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
-from kvferry.connectors.vllm.worker.worker import Worker, _Started
+from kvferry.connectors.vllm.worker.rank_agent import RankAgent
+from kvferry.connectors.vllm.worker.worker import Worker
 from kvferry.errors import RequestError, TransferError
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.prompt import Prompt, PromptInput
@@ -77,7 +78,7 @@ class Rank:
         self.worker = Worker(None, SETTINGS, None)
         described = Described(Layout((), (), (), ()), (), (GroupFacts(0),), (0,))
         early_prefills = EarlyPrefills(Source(self.agent, described), self.worker._open)
-        self.worker._started.append(_Started(self.agent, described, early_prefills, DeferredCommands(at_once)))
+        self.worker._started.append(RankAgent(self.agent, described, early_prefills, DeferredCommands(at_once)))
 
     def says(self, *notices):
         for notice in notices:

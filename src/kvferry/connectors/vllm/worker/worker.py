@@ -14,7 +14,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -33,26 +32,21 @@ from kvferry import (
     Notice,
     Reason,
     Reference,
-    open_agent,
 )
 from kvferry.connectors.early_lease import new_key
 from kvferry.connectors.timing import SWITCH_S
-from kvferry.connectors.vllm.description.groups import may_grow
-from kvferry.connectors.vllm.description.rank_description import Described
 from kvferry.connectors.vllm.features import TransferResults, block_tokens, failed_blocks
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats, Moved
-from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, end_of_request
-from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
 from kvferry.connectors.vllm.worker.lookups import Lookups
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
+from kvferry.connectors.vllm.worker.rank_agent import RankAgent, RankAgents
 from kvferry.connectors.vllm.worker.rank_cache import RankCache, of_tensors
 from kvferry.connectors.vllm.worker.ranks import addresses
 from kvferry.connectors.vllm_middleware.worker_reports import names_of
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.errors import ConfigurationError
-from kvferry.layout import contents
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +54,6 @@ logger = logging.getLogger(__name__)
 # the interpreter that it needs to get done. Short enough that a new request does not notice.
 IDLE_WAIT_S = 0.003
 MAX_EARLY_RELEASES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """The agent, and the description by which vLLM's block tables become its own. `cache` names what all ranks keep.
-    With `may_grow` a prefill can be read while it is computed. `is_on_device` says where the caches lie."""
-
-    agent: Agent
-    described: Described
-    early_prefills: EarlyPrefills
-    deferred: DeferredCommands
-    cache: str = ""
-    may_grow: bool = False
-    is_on_device: bool = False
 
 
 class Worker:
@@ -84,10 +64,11 @@ class Worker:
         self._settings = settings
         self._kv_cache_config = kv_cache_config
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
-        self._started: list[_Started] = []
+        self._started: list[RankAgent] = []
         self._caches: Mapping[str, torch.Tensor] = {}
         self._key = new_key()
         self._open = OpenRequests(settings.is_loss_fatal)
+        self._agents = RankAgents(config, settings, kv_cache_config, self._notices.put, self._open)
         self._is_idle = False
         self._moved = Moved()
         self._lookups = self._no_lookups()
@@ -107,20 +88,9 @@ class Worker:
 
     def open(self, ours: RankCache) -> str:
         """Open the agent of a rank, and say where it listens. Raises ConfigurationError when it cannot be set up."""
-        config = self._settings.agent
-        port = config.port + ours.rank if config.port else 0
-        config = replace(config, epoch=ours.epoch, rank=ours.rank, port=port)
-        agent = open_agent(config, ours.cache, self._notices.put)
-        described = ours.described
-        ends = described.layer_ends if self._settings.layer_wise else {}
-        early_prefills = EarlyPrefills(Source(agent, described, ours.milestone), self._open, ends)
-        speculates = self._config.speculative_config is not None
-        deferred = DeferredCommands(end_of_request(ours.milestone, speculates=speculates))
-        grows = described.counts_alike and may_grow(self._kv_cache_config)
-        cache = contents(*ours.cache.layouts)
-        is_on_device = ours.cache.device != "cpu"
-        self._started.append(_Started(agent, described, early_prefills, deferred, cache, grows, is_on_device))
-        return agent.address
+        opened = self._agents.open(ours)
+        self._started.append(opened)
+        return opened.agent.address
 
     def start(self, everyone: Sequence[str]) -> None:
         """Let the agent begin; `everyone` is where the agents of all ranks listen, in their order."""
@@ -175,7 +145,7 @@ class Worker:
         agent = self._ours().agent
         return RankAddress(agent.address, agent.party.epoch, self._key)
 
-    def _ours(self) -> _Started:
+    def _ours(self) -> RankAgent:
         for started in self._started:
             return started
         if self._caches:
@@ -228,7 +198,7 @@ class Worker:
         if (wanted.request_id, wanted.lease_id) in self._released:
             agent.withdraw(wanted.request_id)
 
-    def _obey_early(self, ours: _Started, orders: Orders) -> None:
+    def _obey_early(self, ours: RankAgent, orders: Orders) -> None:
         for promise in orders.promises:
             self._promise(ours, promise)
         self._open.begun(orders.begun)
@@ -237,7 +207,7 @@ class Worker:
         for end in orders.ended:
             ours.early_prefills.end(end)
 
-    def _promise(self, ours: _Started, order: PromiseOrder) -> None:
+    def _promise(self, ours: RankAgent, order: PromiseOrder) -> None:
         if self._is_over():
             return
         ours.early_prefills.promise(order)
