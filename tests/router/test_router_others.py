@@ -86,6 +86,18 @@ def test_a_stream_that_says_nothing_of_its_error(data):
     assert json.loads(error_answer(data))["error"]["message"] == "the engine could not answer"
 
 
+async def test_an_error_amid_a_stream_is_told_once_and_blames_nobody():
+    """The engine has told the client. As with an error at once, the request may be the reason."""
+    async with cluster([], [decode_engine("d0", streaming(ONE, BROKEN))]) as c:
+        for _ in range(INSTANCE_BREAKER.num_failures):
+            assert (await c.complete(STREAM)).raw == ONE + BROKEN
+        await c.until_idle()
+        counted = await c.metrics()
+        assert f'path="decode-only",status="502"}} {INSTANCE_BREAKER.num_failures}.0' in counted
+        assert f'{{reason="status_500",role="decode"}} {INSTANCE_BREAKER.num_failures}.0' in counted
+        assert {one["breaker"] for one in (await c.members())["members"]} == {"closed"}
+
+
 async def test_an_instance_that_breaks_every_stream_is_taken_out():
     async with cluster([], [decode_engine("d0", breaking(ONE))]) as c:
         for _ in range(INSTANCE_BREAKER.num_failures):

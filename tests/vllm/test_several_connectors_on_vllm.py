@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from answers import check_equal, judge, loaded_tokens, prompts_of, wait_until_free
 from proxy import ask_disaggregated, open_request, prefill
-from servers import PLAIN, Pair, Server, ServerSpec
+from servers import PLAIN, Pair, Server, ServerSpec, StartError
 
 SIZES = (5, 128, 300, 1000)
 FREE_S = 30.0
@@ -78,3 +78,10 @@ def test_a_cache_that_another_connector_brings_is_not_fetched(pair: Pair, spec):
     assert loaded_tokens(pair.decode) > before
     assert judge(pair.prefill, pair.decode, question, again).problem == ""
     wait_until_free(pair.servers, FREE_S)
+
+
+def test_a_server_that_fetches_windows_has_no_connector_that_would_keep_them(tmp_path):
+    spec = replace(ORDERS[0], model="gemma3")
+    server = Server(spec, spec.decode, OURS, tmp_path / "decode.log")
+    with pytest.raises(StartError, match=f"found: {OTHER}"), server.running():
+        pass

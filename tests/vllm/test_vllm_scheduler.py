@@ -47,10 +47,10 @@ def sliding():
     return SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=32)
 
 
-def scheduler(*specs, num_recomputed=1):
+def scheduler(*specs, num_recomputed=1, context_parallel=1):
     groups = [KVCacheGroupSpec([f"model.layers.{i}.attn"], spec) for i, spec in enumerate(specs or (full(),))]
     caches = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-    made = Scheduler("ours", caches, Prompts(), num_recomputed=num_recomputed)
+    made = Scheduler("ours", caches, Prompts(), num_recomputed=num_recomputed, context_parallel=context_parallel)
     made.set_ranks(RANKS)
     return made
 
@@ -563,3 +563,18 @@ def test_a_block_that_is_not_filled_leaves_the_prefix_cache_when_vllm_has_put_it
         made.finished(asked, TABLES)
     # Of 39 tokens the last 31 are seen.
     assert manager.blocks == {TABLES[0][0]}
+
+
+@pytest.mark.parametrize(("context_parallel", "expected"), [(1, {3, 4, 5}), (2, {3, 4})])
+def test_a_block_holds_as_many_tokens_of_each_rank_that_shares_them(context_parallel, expected):
+    merged = FullAttentionSpec(BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=32)
+    made, asked, manager = (
+        scheduler(merged, context_parallel=context_parallel),
+        request(dict(PULL), size=80),
+        Evicting(),
+    )
+    made.unfilled.bind(manager.evict_blocks)
+    begun(made, asked)
+    made.allocated(asked, TABLES, 0)
+    # Of 79 tokens the last 31 are seen.
+    assert manager.blocks == expected

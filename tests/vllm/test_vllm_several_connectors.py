@@ -17,6 +17,7 @@ with warnings.catch_warnings():
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import kvferry.connectors.vllm as connectors
 from kvferry.connectors.vllm import extension, features
@@ -79,6 +80,17 @@ def test_who_fetches_nothing_or_has_no_neighbours_may_have_windows(monkeypatch):
     for whole, own in found:
         monkeypatch.setattr(features, "get_current_vllm_config_or_none", lambda whole=whole: whole)
         features.check_neighbours(own, has_windows=True)
+
+
+@pytest.mark.skipif(
+    not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"), reason="since vLLM 0.30: before, windows are refused"
+)
+def test_the_scheduler_is_told_how_blocks_leave_the_prefix_cache(ours):
+    bound = []
+    ours._schedulers = [SimpleNamespace(unfilled=SimpleNamespace(bind=bound.append))]
+    manager = SimpleNamespace(evict_blocks=object(), block_pool=None)
+    ours.bind_kv_cache_manager(manager)
+    assert bound == [manager.evict_blocks]
 
 
 def test_ranks_of_a_pipeline_are_in_the_order_of_their_stages(ours):

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvferry.connectors.vllm.description.groups import has_windows
 from kvferry.connectors.vllm.scheduler.unfilled_blocks import UnfilledBlocks
 from kvferry.plan.description.tokens import TokenRange
 
@@ -81,3 +82,9 @@ def test_a_request_without_such_blocks_evicts_none():
     # A vLLM without this hook has refused the model.
     blocks.end("r")
     blocks.end("another")
+
+
+@pytest.mark.parametrize(("spec", "expected"), [(FULL, False), (WINDOW, True), (CHUNKS, True), (MERGED, True)], ids=str)
+def test_which_models_have_them(spec, expected):
+    groups = [KVCacheGroupSpec(["full"], FULL), KVCacheGroupSpec(["other"], spec)]
+    assert has_windows(KVCacheConfig(64, [], groups)) is expected
