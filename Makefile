@@ -26,7 +26,7 @@ BIN := .venv/bin
 VLLM_BIN = $(VLLM_ENVIRONMENT)/bin
 SGLANG_BIN := .venv-sglang/bin
 
-.PHONY: up test check unit e2e e2e-hosts slow accuracy simulate fuzz chaos test-vllm test-vllm-tpu test-transformers test-sglang test-kernels test-jax test-catalog test-chart test-ray test-ray-llm docs docs-serve format clean
+.PHONY: up test check unit e2e e2e-hosts slow accuracy simulate fuzz chaos test-vllm test-vllm-tpu test-transformers test-lowest test-sglang test-kernels test-jax test-catalog test-chart test-ray test-ray-llm docs docs-serve format clean
 
 # Where the weights are not to be had, kvferry says what there is instead.
 up: .venv/engine
@@ -96,6 +96,12 @@ test-vllm-tpu: .venv-vllm-tpu/ready
 test-transformers: $(TRANSFORMERS_ENVIRONMENT)/ready
 	$(TRANSFORMERS_ENVIRONMENT)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/embedded $(ARGS)
 
+# The unit tests on the lowest version of every library that pyproject.toml allows. Typer's tells of click what later ones
+# do not.
+test-lowest: .venv-lowest/ready
+	.venv-lowest/bin/python -m pytest -n $(WORKERS) --dist worksteal -W "ignore::DeprecationWarning:typer" \
+		-m "not (e2e or slow or uncounted)" $(ARGS)
+
 # Real SGLang processes on the CPU; SGLANG_VERSION=0.5.22 tries an earlier one.
 test-sglang: .venv-sglang/ready-$(SGLANG_VERSION)
 	$(SGLANG_BIN)/python -m pytest tests/sglang -o faulthandler_timeout=600 $(ARGS)
@@ -139,7 +145,7 @@ format: .venv/dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-checkov .venv-ray-llm .venv-vllm* .venv-transformers-* .venv-sglang build .cache
+	rm -rf .venv .venv-checkov .venv-ray-llm .venv-vllm* .venv-transformers-* .venv-lowest .venv-sglang build .cache
 
 # Words go to stderr, so that `make up ARGS='… --json'` leaves stdout to the JSON.
 # $(call environment,folder): a new one, of a Python that is new enough; else pip would blame the packages.
@@ -204,6 +210,13 @@ $(TRANSFORMERS_ENVIRONMENT)/ready: .venv/dev
 	@echo "installing transformers $(TRANSFORMERS) into $(TRANSFORMERS_ENVIRONMENT) (once)" >&2
 	@$(call on_top,$(TRANSFORMERS_ENVIRONMENT),.venv)
 	@$(TRANSFORMERS_ENVIRONMENT)/bin/python -m pip install --quiet transformers==$(TRANSFORMERS) >&2
+	@touch $@
+
+# On top of .venv: the lowest versions, about 190 MB.
+.venv-lowest/ready: .venv/dev
+	@echo "installing the lowest versions of libraries into .venv-lowest (once)" >&2
+	@$(call on_top,.venv-lowest,.venv)
+	@.venv-lowest/bin/python -m pip install --quiet $$($(BIN)/python tests/packaging/lowest_versions.py) >&2
 	@touch $@
 
 # vLLM's CPU build in an environment of its own: it pins torch and what else it needs, without CUDA's gigabytes.

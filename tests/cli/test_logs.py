@@ -12,13 +12,27 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli import console
-from kvferry.cli.server.logs import JsonLines, LogFormat, log_to_stderr
+from kvferry.cli.server.logs import ACCESS, INSTANCES, SAID, JsonLines, LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
 from kvferry.http.request_ids import is_usable
 from kvferry.router.fleet.instance_pool import InstancePool
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
 from router_harness import cluster, decode_engine, failing, prefill_engine
+
+
+@pytest.fixture(autouse=True)
+def everything_as_it_was():
+    """Other tests of this process log as well, and expect levels that nobody has set."""
+    root = logging.getLogger()
+    levels = {logger: logger.level for logger in (root, *map(logging.getLogger, (ACCESS, INSTANCES, SAID)))}
+    handlers, on_signal = root.handlers[:], signal.getsignal(signal.SIGUSR1)
+    yield
+    console.redirect_messages()
+    root.handlers[:] = handlers
+    for logger, level in levels.items():
+        logger.setLevel(level)
+    signal.signal(signal.SIGUSR1, on_signal)
 
 
 def line(**more) -> dict:
@@ -61,26 +75,19 @@ def test_a_traceback_stays_on_its_line():
 
 @pytest.mark.parametrize("format_", LogFormat)
 def test_the_format_is_chosen(format_, capsys):
-    root, access = logging.getLogger(), logging.getLogger("kvferry.router.access")
-    handlers, levels = root.handlers[:], (root.level, access.level)
+    root = logging.getLogger()
     root.handlers.clear()
-    try:
-        log_to_stderr(format_, True)
-        (handler,) = root.handlers
-        assert isinstance(handler.formatter, JsonLines) == (format_ is LogFormat.JSON)
-        assert access.level == logging.INFO
-        assert logging.getLogger("kvferry.router.fleet.instance_pool").isEnabledFor(logging.INFO)
-        console.say("routing")
-        err = capsys.readouterr().err
-        console.print_error(ConfigurationError("no", found="this", hint="do that"))
-        told = capsys.readouterr().err
-        assert "hint:     do that" in told if format_ is LogFormat.PLAIN else "do that" in json.loads(told)["message"]
-        assert err == "routing\n" if format_ is LogFormat.PLAIN else json.loads(err)["message"] == "routing"
-    finally:
-        console.redirect_messages()
-        root.handlers[:] = handlers
-        root.setLevel(levels[0])
-        access.setLevel(levels[1])
+    log_to_stderr(format_, True)
+    (handler,) = root.handlers
+    assert isinstance(handler.formatter, JsonLines) == (format_ is LogFormat.JSON)
+    assert logging.getLogger(ACCESS).level == logging.INFO
+    assert logging.getLogger(INSTANCES).isEnabledFor(logging.INFO)
+    console.say("routing")
+    err = capsys.readouterr().err
+    console.print_error(ConfigurationError("no", found="this", hint="do that"))
+    told = capsys.readouterr().err
+    assert "hint:     do that" in told if format_ is LogFormat.PLAIN else "do that" in json.loads(told)["message"]
+    assert err == "routing\n" if format_ is LogFormat.PLAIN else json.loads(err)["message"] == "routing"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ class Inner:
 class Outer:
     size: Annotated[int, typer.Option(help="Its size.")]
     inner: Inner = field(default_factory=Inner)
+    weight: Annotated[float, typer.Option(help="Its weight.")] = 1.0
     names: Annotated[list[str], typer.Option(help="Its names.")] = field(default_factory=list)
     arguments: tuple[str, ...] = ()
 
@@ -56,7 +57,7 @@ def test_the_fields_of_records_within_records_are_options_in_their_order(run):
 
 def test_a_record_has_what_was_given_and_its_defaults_and_the_exit_code_is_the_functions(run):
     result, seen = run("--size", "3", "--names", "a", "--names", "b", "--colour", "blue")
-    assert (result.exit_code, seen) == (2, [(Outer(3, Inner("blue"), ["a", "b"]), True)])
+    assert (result.exit_code, seen) == (2, [(Outer(3, Inner("blue"), names=["a", "b"]), True)])
     result, seen = run("--size", "4")
     assert (result.exit_code, seen[1]) == (0, (Outer(4), False))
 
@@ -65,6 +66,12 @@ def test_what_a_record_refuses_is_a_message(run):
     result, seen = run("--size", "3", "--colour", "none")
     assert (result.exit_code, seen) == (2, [])
     assert "error: no colour" in result.stderr
+
+
+def test_what_is_not_a_number_is_a_message(run):
+    result, seen = run("--size", "3", "--weight", "nan")
+    assert (result.exit_code, seen) == (2, [])
+    assert "--weight" in result.stderr
 
 
 def test_a_key_is_not_shown_where_options_are():

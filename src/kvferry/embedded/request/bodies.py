@@ -37,8 +37,13 @@ TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKEN_IDS)]
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = False
-    continuous_usage_stats: Literal[False] | None = False
-    include_obfuscation: Literal[False] | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False
+
+    def __post_init__(self) -> None:
+        # Not in the types: msgspec before 0.22 knows no literal that is a truth value.
+        if self.continuous_usage_stats or self.include_obfuscation:
+            raise ValueError("Expected include_usage and no other option that is true")
 
 
 class GenerationBody(SamplingFields, frozen=True, kw_only=True):
