@@ -11,7 +11,8 @@ from kvferry import FetchReport, FirstToken, PeerReport
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.engine.records import Grown
 from kvferry.embedded.transfer.agent_transfer import ReceivedCache
-from kvferry.errors import TransferError
+from kvferry.errors import RequestError, TransferError
+from kvferry.kv_transfer_params import room_names
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.prompt import Prompt
 from kvferry.plan.description.tokens import TokenRange
@@ -42,12 +43,20 @@ class Promise:
 
 @dataclass
 class Offers:
-    """What the source offers, by reference."""
+    """What the source offers, by reference. `request_ids` are the engine's own, where references name rooms."""
 
     layout: Layout
-    release: Callable[[str], None]
+    free: Callable[[str], None]
     tables: dict[str, BlockTables] = field(default_factory=dict)
     promised: dict[str, Promise] = field(default_factory=dict)
+    request_ids: dict[str, str] = field(default_factory=dict)
+
+    def name_of(self, request_id: str) -> str:
+        return next((name for name, known in self.request_ids.items() if known == request_id), request_id)
+
+    def release(self, name: str) -> None:
+        """The lease of this name is over."""
+        self.free(self.request_ids.pop(name, name))
 
 
 @dataclass
@@ -79,15 +88,20 @@ class Loopback:
         return {"do_remote_prefill": True, "remote_request_id": request_id}
 
     async def promise(self, request_id: str, prompt: Prompt, room: int | None = None) -> dict[str, object]:
-        self.offers.promised[request_id] = Promise(prompt.num_tokens)
-        return {"do_remote_prefill": True, "remote_request_id": request_id}
+        name = request_id if room is None else room_names(room)[0]
+        if name in self.offers.request_ids:
+            raise RequestError("a bootstrap room is in use", found=name)
+        self.offers.request_ids[name] = request_id
+        self.offers.promised[name] = Promise(prompt.num_tokens)
+        return {"do_remote_prefill": True, "remote_request_id": name}
 
     def grow(self, request_id: str, grown: Grown, first: FirstToken | None = None) -> None:
         self.first_tokens += [] if first is None else [first]
-        promise = self.offers.promised[request_id]
+        name = self.offers.name_of(request_id)
+        promise = self.offers.promised[name]
         promise.told.append(grown.num_tokens)
         if grown.num_tokens == promise.num_tokens:
-            self.offers.tables[request_id] = grown.block_tables
+            self.offers.tables[name] = grown.block_tables
             promise.over.set()
 
     async def fetch(
@@ -113,8 +127,9 @@ class Loopback:
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
-        if request_id in self.offers.promised and not self.offers.promised[request_id].over.is_set():
-            self.offers.promised[request_id].over.set()
+        promise = self.offers.promised.get(self.offers.name_of(request_id))
+        if promise is not None and not promise.over.is_set():
+            promise.over.set()
             self.quarantined.append(request_id)
         self._fencing = asyncio.create_task(self._end_quarantine())
 
@@ -133,6 +148,7 @@ class Loopback:
         await self.fence.wait()
         for request_id in self.quarantined:
             self.engine.release(request_id)
+            self.offers.request_ids.pop(self.offers.name_of(request_id), None)
         self.quarantined.clear()
 
 

@@ -10,7 +10,7 @@ from kvferry.embedded.engine.records import Grown
 from kvferry.embedded.transfer.agent_report import AgentCollector
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.errors import RequestError, TransferError
-from kvferry.kv_transfer_params import room_names, room_params
+from kvferry.kv_transfer_params import room_params
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.prompt import Prompt
@@ -358,9 +358,9 @@ def in_room(source):
     return room_params(ROOM, host, int(port))
 
 
-async def promise_in_room(source, wanted):
-    await source.transfer.promise(room_names(ROOM)[0], wanted, ROOM)
-    source.transfer.grow(room_names(ROOM)[0], Grown(wanted.num_tokens, ((1, 3),)), FIRST)
+async def promise_in_room(source, wanted, request_id="r1"):
+    await source.transfer.promise(request_id, wanted, ROOM)
+    source.transfer.grow(request_id, Grown(wanted.num_tokens, ((1, 3),)), FIRST)
 
 
 @pytest.mark.parametrize(("num_tokens", "first"), [(7, FIRST), (6, None)])
@@ -373,10 +373,13 @@ async def test_a_room_is_fetched_from_whoever_listens_there(num_tokens, first):
         received = await fetching
         assert (received.peer, received.report.tokens) == ("p0", num_tokens)
         assert received.report.first_token == first
-        assert await source.freed() == room_names(ROOM)[0]
-        # The next request in it is another one.
-        await promise_in_room(source, prompt(4))
+        assert await source.freed() == "r1"
+        # The next request in it is another one, whatever becomes of the one before.
+        await promise_in_room(source, prompt(4), "r2")
+        source.transfer.grow("r1", Grown(7, ((1, 3),)), FIRST)
+        source.transfer.abort("r1")
         assert (await target.transfer.fetch("q2", in_room(source), ((0,),), prompt(4))).report.tokens == 4
+        assert await source.freed() == "r2"
 
 
 async def test_a_room_with_another_prompt_is_refused():
@@ -391,8 +394,8 @@ async def test_a_room_with_another_prompt_is_refused():
 async def test_a_room_is_for_one_request_at_a_time():
     async with two_sides() as (source, _target):
         await promise_in_room(source, prompt(7))
-        with pytest.raises(RequestError, match="has a lease already"):
-            await promise_in_room(source, prompt(4))
+        with pytest.raises(RequestError, match="draw a new one"):
+            await promise_in_room(source, prompt(4), "r2")
 
 
 async def test_a_room_where_nobody_listens_is_an_error():
@@ -428,4 +431,4 @@ async def test_a_room_that_is_forgone_or_withdrawn_is_free_at_the_source():
         ):
             await promise_in_room(source, prompt(7))
             end(in_room(source))
-            assert await source.freed() == room_names(ROOM)[0]
+            assert await source.freed() == "r1"

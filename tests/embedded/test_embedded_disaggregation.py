@@ -172,10 +172,10 @@ def test_a_prefill_that_fails_when_its_prompt_is_computed_keeps_no_cache(
     monkeypatch.setattr(CompletionObjects, "whole", fail)
     status, _ = prefiller.ask(COMPLETIONS, body(40, kv_transfer_params={"do_remote_decode": True, **ours}))
     assert status == 500
-    (name,) = prefiller.transfer.aborted[before:]
+    (request_id,) = prefiller.transfer.aborted[before:]
 
     async def end() -> bool:
-        return prefiller.transfer.withdraw({"remote_request_id": name})
+        return prefiller.transfer.withdraw({"remote_request_id": prefiller.transfer.offers.name_of(request_id)})
 
     # It was computed and offered; what ends the offer of a real transfer is only noted by this one.
     assert loop.run(end())

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import pytest
 from embedded_server import Served
-from embedded_support import Loop, request
+from embedded_support import DEADLINE_S, Loop, request
 
 from kvferry import Reason
-from kvferry.errors import TransferError
+from kvferry.embedded.request.parse import decode_completion
+from kvferry.embedded.serving.chunks import AnswerChunk
+from kvferry.embedded.serving.service import ServeInfo, Service, TokenizedRequest
+from kvferry.errors import RequestError, TransferError
 from kvferry.kv_transfer_params import room_names
 
 COMPLETIONS = "/v1/completions"
@@ -66,16 +70,14 @@ def test_its_logprobs_go_with_it_where_they_are_asked_for(prefiller: Served, dec
     decoder.ask(COMPLETIONS, asked | {"kv_transfer_params": answer["kv_transfer_params"]})
 
 
-def test_a_room_is_for_one_request_at_a_time(loop: Loop, prefiller: Served) -> None:
+def test_a_room_is_for_one_request_at_a_time(prefiller: Served) -> None:
     answer, _ = told_of(prefiller, ask_for(40, room=ROOM))
     aborted = list(prefiller.transfer.aborted)
     status, refused = prefiller.ask(COMPLETIONS, ask_for(50, room=ROOM))
-    assert (status, "draw a new one" in refused["error"]["message"]) == (400, True)
+    assert (status, "room is in use" in refused["error"]["message"]) == (400, True)
     # The first one's cache is still offered.
     assert prefiller.transfer.aborted == aborted
-    prefiller.engine.release(answer["kv_transfer_params"]["remote_request_id"])
-    loop.run(prefiller.engine.idle())
-    prefiller.transfer.offers.tables.clear()
+    assert prefiller.transfer.withdraw(answer["kv_transfer_params"])
 
 
 @contextmanager
@@ -110,10 +112,11 @@ def test_a_cache_is_promised_before_there_is_room_for_it(loop: Loop, prefiller: 
 
 def test_a_promise_that_is_not_wanted_any_more_waits_for_no_room(loop: Loop, prefiller: Served) -> None:
     with waiting_for_room(loop, prefiller) as asking:
-        prefiller.engine.release(room_names(ROOM)[0])  # as the transfer does
+        request_id = prefiller.transfer.offers.request_ids[room_names(ROOM)[0]]
+        prefiller.transfer.offers.release(room_names(ROOM)[0])
         status, answer = asking.result()
     assert (status, answer["error"]["code"]) == (502, "aborted")
-    assert room_names(ROOM)[0] in prefiller.transfer.aborted
+    assert request_id in prefiller.transfer.aborted
 
 
 def test_a_room_in_which_one_waits_is_not_for_another(loop: Loop, prefiller: Served) -> None:
@@ -121,8 +124,44 @@ def test_a_room_in_which_one_waits_is_not_for_another(loop: Loop, prefiller: Ser
         aborted = list(prefiller.transfer.aborted)
         assert prefiller.ask(COMPLETIONS, ask_for(50, room=ROOM))[0] == 400
         assert prefiller.transfer.aborted == aborted
-        prefiller.engine.release(room_names(ROOM)[0])
+        prefiller.transfer.offers.release(room_names(ROOM)[0])
         assert asking.result()[0] == 502
+
+
+def test_the_end_of_a_request_that_waited_in_a_room_does_not_end_the_next(loop: Loop, prefiller: Served) -> None:
+    """The next comes as soon as the room is free: the one before does not know yet that it is over."""
+    engine = prefiller.engine
+    service = Service(engine, prefiller.transfer, ServeInfo(model="tiny", engine_id="e", created=1))
+    ask = decode_completion(json.dumps(ask_for(40, room=ROOM)).encode())
+
+    async def answer(call: TokenizedRequest) -> list[AnswerChunk]:
+        async with aclosing(service.answer(call)) as pieces:
+            return [piece async for piece in pieces]
+
+    async def answer_once_free(call: TokenizedRequest) -> list[AnswerChunk]:
+        while True:
+            try:
+                return await answer(call)
+            except TransferError:
+                raise
+            except RequestError:  # the room is in use
+                await asyncio.sleep(0)
+
+    async def one_after_the_other() -> tuple[Any, list[AnswerChunk]]:
+        before = asyncio.create_task(answer(await service.call("a", ask)))
+        while not engine.block_usage().num_waiting:
+            await asyncio.sleep(0)
+        after = asyncio.create_task(answer_once_free(await service.call("b", ask)))
+        prefiller.transfer.offers.release(room_names(ROOM)[0])
+        (ended,) = await asyncio.gather(before, return_exceptions=True)
+        engine.release("held")
+        return ended, await asyncio.wait_for(after, DEADLINE_S)
+
+    loop.run(engine.reserve(request("held", engine.block_usage().capacity[0] * 16 - 1, 1)))
+    ended, (_, prefilled) = loop.run(one_after_the_other())
+    assert ended.reason == Reason.ABORTED
+    assert len(prefilled.token_ids) == 1
+    assert prefiller.transfer.withdraw(prefilled.reference)
 
 
 def test_a_promise_that_cannot_be_made_keeps_no_blocks(prefiller: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,8 +224,7 @@ class Engine:
         if self._failure:
             raise FerryError("the engine is not running", found=self._failure, hint="restart this process")
         if request.request_id in self._entries:
-            what, hint = "a request id is in use", "a bootstrap room is for one request at a time: draw a new one"
-            raise RequestError(what, found=request.request_id, hint=hint)
+            raise RequestError("a request id is in use", found=request.request_id, hint="use each id once")
         self.limits.check(request)
 
     async def _answer(self, entry: Entry, num_cached: int) -> AsyncGenerator[Token, None]:

@@ -21,7 +21,6 @@ from kvferry.embedded.serving.metrics import Metrics, Report
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.embedded.transfer.readiness import Readiness
 from kvferry.errors import RequestError, TransferError, choice_named
-from kvferry.kv_transfer_params import room_names
 
 SEEDS = 2**63
 POLICIES = ("recompute", "fail")
@@ -49,9 +48,9 @@ class ServeInfo:
 @dataclass(frozen=True, slots=True)
 class TokenizedRequest:
     """A client's request on its way through the service: one request to the engine for each choice of the answer, in
-    their order. Each has an id that this process uses once, but for rooms, which have one request at a time. A prefill
-    or decode request has exactly one. `echoes` are the texts that go before the answers, one for each choice, or none.
-    `leased` are the ids of those whose cache has been offered.
+    their order. Each has an id that this process uses once. A prefill or decode request has exactly one. `echoes` are
+    the texts that go before the answers, one for each choice, or none. `leased` are the ids of those whose cache has
+    been offered.
     """
 
     requests: tuple[Request, ...]
@@ -125,10 +124,9 @@ class Service:
                 param="min_tokens",
             )
         own = frozenset() if ask.ignores_eos else self.engine.stop_token_ids
-        room = ask.role.room
         return Request(
-            # A client may repeat its ids. The decode side knows the room, which is for one request at a time.
-            request_id=f"{request_id}-{next(self._numbers):x}" if room is None else room_names(room)[0],
+            # A client may repeat its ids, and its rooms: what ends late must not end another request.
+            request_id=f"{request_id}-{next(self._numbers):x}",
             prompt=prompt,
             max_new_tokens=max_new_tokens,
             stop_token_ids=own | ask.stop_token_ids,

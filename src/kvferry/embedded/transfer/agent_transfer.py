@@ -37,6 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Leased:
+    """A request of the engine's whose cache is leased. Who does not know `lease_id` may not end that."""
+
+    request_id: str
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReceivedCache:
     """A cache that has come: the name of the engine that it came from, and what that took."""
 
@@ -63,8 +71,10 @@ class AgentTransfer:
         # No blocks of any group.
         self._nowhere: BlockTables = ((),) * len(cache.layouts[0].groups)
         self._release = release
-        # The lease of each offered request: only who knows its id may end it.
-        self._lease_ids: dict[str, str] = {}
+        # By the name that agents know, until its end is known here; and that name by the id of the engine's request. A
+        # name is used again, as rooms are; an id is not.
+        self._leased: dict[str, Leased] = {}
+        self._names: dict[str, str] = {}
         self.leases_ended: Counter[str] = Counter()
         self._declining: set[asyncio.Task[None]] = set()
 
@@ -99,29 +109,32 @@ class AgentTransfer:
         Raises TransferError.
         """
         lease_id, num_tokens = new_lease_id(), prompt.num_tokens
-        return self._lease(
-            LeaseRequest(request_id, lease_id, block_tables, num_tokens, prompt=prompt, first_token=first)
-        )
+        wanted = LeaseRequest(request_id, lease_id, block_tables, num_tokens, prompt=prompt, first_token=first)
+        return self._lease(request_id, wanted)
 
     async def promise(self, request_id: str, prompt: Prompt, room: int | None = None) -> dict[str, object]:
         """Lease a prompt's blocks before they are computed. `grow` says how far that is. Returns the reference at once.
 
-        It stays promised, however long that takes, until all is computed: from then on it is an offer like any other. A
-        request in a `room` has the room's name. Raises TransferError.
+        It stays promised, however long that takes, until all is computed: from then on it is an offer like any other.
+        What is promised in a `room` has the room's name. Raises TransferError, and RequestError for a room in use.
         """
-        num_tokens, lease_id = prompt.num_tokens, new_lease_id() if room is None else room_names(room)[1]
-        wanted = LeaseRequest(request_id, lease_id, self._nowhere, num_tokens, is_growing=True, prompt=prompt)
-        return self._lease(wanted)
+        name, lease_id = (request_id, new_lease_id()) if room is None else room_names(room)
+        if name in self._leased:
+            what, hint = "a bootstrap room is in use", "it is for one request at a time: draw a new one"
+            raise RequestError(what, found=name, hint=hint)
+        wanted = LeaseRequest(name, lease_id, self._nowhere, prompt.num_tokens, is_growing=True, prompt=prompt)
+        return self._lease(request_id, wanted)
 
     def grow(self, request_id: str, grown: Grown, first: FirstToken | None = None) -> None:
         """Tell how much of what was promised is in these blocks, and stays. With the last token comes the `first` that
         follows. Unknown ids are fine."""
-        tables, num_tokens = grown.block_tables, grown.num_tokens
-        self.agent.grow(LeaseProgress(request_id, tables, num_tokens, grown.ahead, first))
+        if name := self._names.get(request_id):
+            self.agent.grow(LeaseProgress(name, grown.block_tables, grown.num_tokens, grown.ahead, first))
 
-    def _lease(self, wanted: LeaseRequest) -> dict[str, object]:
+    def _lease(self, request_id: str, wanted: LeaseRequest) -> dict[str, object]:
         reference = self._agent.lease(wanted)
-        self._lease_ids[wanted.request_id] = reference.lease_id
+        self._leased[wanted.request_id] = Leased(request_id, reference.lease_id)
+        self._names[request_id] = wanted.request_id
         return to_params(reference, [self.agent.address], wanted.block_tables, wanted.num_tokens)
 
     async def fetch(self, request_id: str, params: object, block_tables: BlockTables, prompt: Prompt) -> ReceivedCache:
@@ -164,7 +177,8 @@ class AgentTransfer:
     def abort(self, request_id: str) -> None:
         """End a request, offered or being fetched, that nobody waits for any more. Unknown ids are fine."""
         self.agent.abort(request_id)
-        self.agent.withdraw(request_id)
+        if name := self._names.get(request_id):
+            self.agent.withdraw(name)
 
     def decline(self, request_id: str, params: object) -> None:
         """Tell the source, if it can be told, that what the untrusted `params` refer to will not be fetched. It need
@@ -193,8 +207,8 @@ class AgentTransfer:
     def withdraw(self, params: object) -> bool:
         """End the lease of these parameters. Returns whether there was one. Raises TransferError (`malformed`)."""
         reference = from_params(params, self._reach).reference
-        known = self._lease_ids.get(reference.request_id)
-        if known is None or known != reference.lease_id:
+        leased = self._leased.get(reference.request_id)
+        if leased is None or leased.lease_id != reference.lease_id:
             return False
         self.agent.withdraw(reference.request_id)
         return True
@@ -216,10 +230,13 @@ class AgentTransfer:
     def _on_released(self, notice: BlocksReleased | LeaseEnded) -> None:
         if isinstance(notice, LeaseEnded):
             self._lease_ended(notice)
-        self._release(notice.request_id)
+        else:
+            self._release(notice.request_id)
 
     def _lease_ended(self, ended: LeaseEnded) -> None:
-        self._lease_ids.pop(ended.request_id, None)
+        if leased := self._leased.pop(ended.request_id, None):
+            del self._names[leased.request_id]
+            self._release(leased.request_id)
         self.leases_ended[str(ended.reason)] += 1
         if ended.reason != "done":
             party = self.agent.party
