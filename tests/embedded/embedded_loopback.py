@@ -71,6 +71,7 @@ class Loopback:
     quarantined: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     forgone: list[str] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)
     peers: tuple[PeerReport, ...] = ()
     address: str = "tcp://[::1]:7007"
     first_tokens: list[FirstToken | None] = field(default_factory=list)
@@ -104,9 +105,14 @@ class Loopback:
             self.offers.tables[name] = grown.block_tables
             promise.over.set()
 
+    async def hold(self, request_id: str, params: object) -> object:
+        self.held.add(request_id)
+        return params
+
     async def fetch(
         self, request_id: str, params: object, block_tables: list[list[int]], prompt: Prompt
     ) -> ReceivedCache:
+        self.held.remove(request_id)
         self.entered.set()
         self.quarantined.append(request_id)
         await self.gate.wait()
@@ -134,6 +140,7 @@ class Loopback:
         self._fencing = asyncio.create_task(self._end_quarantine())
 
     def decline(self, request_id: str, params: object) -> None:
+        self.held.discard(request_id)
         self.forgone.append(request_id)
 
     def withdraw(self, params: object) -> bool:

@@ -51,6 +51,17 @@ class Side:
         return await asyncio.wait_for(self.released.get(), DEADLINE_S)
 
 
+async def fetch(target, request_id, params, block_tables, wanted):
+    """As a request does that finds room at once."""
+    remote = await target.transfer.hold(request_id, params)
+    return await target.transfer.fetch(request_id, remote, block_tables, wanted)
+
+
+def held_by(side):
+    """The leases that a side keeps alive, and does not fetch yet."""
+    return side.transfer.agent._event_loop.target._liveness.queued
+
+
 @contextlib.asynccontextmanager
 async def two_sides(lease_s=30.0, direction=Direction.READ):
     source, target = Side("p0", lease_s, direction), Side("d0", lease_s, direction)
@@ -70,7 +81,7 @@ async def test_the_reference_of_another_prompt_is_refused():
     async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), Prompt.of([100, 101, 7, 103]))
         with pytest.raises(TransferError, match="the cache of another prompt") as caught:
-            await target.transfer.fetch("q1", params, ((0,),), prompt(3))
+            await fetch(target, "q1", params, ((0,),), prompt(3))
         assert caught.value.reason == "wrong_prompt"
         assert await target.freed() == "q1"
 
@@ -79,13 +90,13 @@ async def test_the_reference_of_a_prompt_that_is_promised_is_bound_to_it():
     async with two_sides(direction=Direction.WRITE) as (source, target):
         params = await source.transfer.promise("r1", Prompt.of([7, 101, 102, 103]))
         with pytest.raises(TransferError, match="the cache of another prompt"):
-            await target.transfer.fetch("q1", params, ((0,),), prompt(3))
+            await fetch(target, "q1", params, ((0,),), prompt(3))
 
 
 async def test_an_offer_is_fetched_and_the_source_is_free():
     async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
-        report = (await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))).report
+        report = (await fetch(target, "q1", params, ((0, 5),), prompt(6))).report
         assert (report.tokens, report.num_bytes, report.transport) == (6, 6 * MODEL.bytes_per_token, "shm")
         assert await source.freed() == "r1"
         assert target.released.empty()
@@ -104,7 +115,7 @@ async def test_a_refused_fetch_raises_and_frees_both_sides():
     async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         with pytest.raises(TransferError, match="more tokens than were computed"):
-            await target.transfer.fetch("q1", params, ((0, 5, 6),), prompt(9))
+            await fetch(target, "q1", params, ((0, 5, 6),), prompt(9))
         assert await target.freed() == "q1"
         source.transfer.abort("r1")
         assert await source.freed() == "r1"
@@ -114,11 +125,10 @@ async def test_a_refused_fetch_raises_and_frees_both_sides():
         assert failed == {"out_of_range"}
 
 
-async def test_parameters_that_make_no_sense_free_the_blocks():
+async def test_parameters_that_make_no_sense_are_an_error_before_there_are_blocks():
     async with two_sides() as (_source, target):
         with pytest.raises(TransferError, match="kv_transfer_params cannot be read"):
-            await target.transfer.fetch("q1", {"do_remote_prefill": True}, ((0,),), prompt(3))
-        assert await target.freed() == "q1"
+            await target.transfer.hold("q1", {"do_remote_prefill": True})
 
 
 async def test_what_the_agent_refuses_to_begin_frees_the_blocks(monkeypatch):
@@ -131,7 +141,7 @@ async def test_what_the_agent_refuses_to_begin_frees_the_blocks(monkeypatch):
 
         monkeypatch.setattr(target.transfer.agent, "fetch", refuse)
         with pytest.raises(TransferError, match="this cache cannot be asked for; found: no; found: such a place"):
-            await target.transfer.fetch("q1", params, ((0,),), prompt(3))
+            await fetch(target, "q1", params, ((0,),), prompt(3))
         assert await target.freed() == "q1"
 
 
@@ -139,26 +149,22 @@ async def offered(source):
     return await source.transfer.offer("r1", ((1, 3),), prompt(7))
 
 
-async def in_a_room(source):
-    return in_room(source)
-
-
 async def promised(source):
     return await source.transfer.promise("r1", prompt(7))
 
 
-@pytest.mark.parametrize(("ask", "source_ends"), [(offered, True), (in_a_room, True), (promised, False)])
+@pytest.mark.parametrize(("ask", "source_ends"), [(offered, True), (promised, False)])
 async def test_a_caller_that_goes_away_frees_its_blocks(ask, source_ends):
     """Of a fetch that comes to nothing, and of one that would wait."""
     async with two_sides() as (source, target):
         params = await ask(source)
         if source_ends:
             await source.transfer.close()
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
+        fetching = asyncio.create_task(fetch(target, "q1", params, ((0, 5),), prompt(6)))
         await asyncio.sleep(0)
-        fetch.cancel()
+        fetching.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await fetch
+            await fetching
         assert await target.freed() == "q1"
 
 
@@ -171,14 +177,14 @@ async def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled
         # Of a fetch that is over the agent says nothing more.
         for name in ("fetch", "abort"):
             monkeypatch.setattr(target.transfer.agent, name, lambda request: None)
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
+        fetching = asyncio.create_task(fetch(target, "q1", params, ((0, 5),), prompt(6)))
         await asyncio.sleep(0)
         notice = Fetched("q1", FetchReport(6, 1, 1, "shm", "", "direct"))
         if settled_first:
             target.transfer._agent._take(notice)
-        fetch.cancel()
+        fetching.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await fetch
+            await fetching
         if not settled_first:
             target.transfer._agent._take(notice)
         assert await target.freed() == "q1"
@@ -188,15 +194,15 @@ async def test_close_ends_what_is_under_way():
     async with two_sides() as (source, target):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         await source.transfer.close()
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
+        fetching = asyncio.create_task(fetch(target, "q1", params, ((0, 5),), prompt(6)))
         await asyncio.sleep(0)
         await target.transfer.close()
         with pytest.raises(TransferError, match="has stopped"):
-            await fetch
+            await fetching
         assert await target.freed() == "q1"
         assert target.transfer.failure
         with pytest.raises(TransferError, match="has stopped"):
-            await target.transfer.fetch("q2", params, ((0, 5),), prompt(6))
+            await fetch(target, "q2", params, ((0, 5),), prompt(6))
         assert await target.freed() == "q2"
         with pytest.raises(TransferError, match="has stopped"):
             await target.transfer.offer("q3", ((1,),), prompt(3))
@@ -208,7 +214,7 @@ async def test_a_dead_agent_is_an_error_for_whoever_waits(monkeypatch):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         monkeypatch.setattr(target.transfer.agent._event_loop.target, "handle", lambda event, now: 1 / 0)
         with pytest.raises(TransferError, match="has stopped"):
-            await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
+            await fetch(target, "q1", params, ((0, 5),), prompt(6))
         assert await target.freed() == "q1"
         assert target.transfer.failure
 
@@ -219,7 +225,7 @@ async def test_a_dead_agent_keeps_only_blocks_that_a_source_may_write_to(directi
     async with two_sides(direction=direction) as (source, target):
         # Nothing of it is computed yet, so the claim stays where it is.
         params = await source.transfer.promise("r1", prompt(7))
-        fetching = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
+        fetching = asyncio.create_task(fetch(target, "q1", params, ((0, 5),), prompt(6)))
         fetches = target.transfer.agent._event_loop.target._fetches
         while not any(fetch.reads for fetch in list(fetches.values())):
             await asyncio.sleep(0.01)
@@ -242,7 +248,7 @@ async def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplo
             target.transfer.decline(f"never-{request_id}", params)
             assert await source.freed() == request_id
             params = await source.transfer.offer("r3" + request_id, ((1, 3),), prompt(7))
-            await target.transfer.fetch("q" + request_id, params, ((0, 5),), prompt(6))
+            await fetch(target, "q" + request_id, params, ((0, 5),), prompt(6))
             assert await source.freed() == "r3" + request_id
         target.transfer.decline("never", {"nonsense": 1})
         while target.transfer._declining:
@@ -274,9 +280,9 @@ async def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
         params = await source.transfer.offer("r1", ((1, 3),), prompt(7))
         forged = params | {"remote_engine_id": "p0", "kvferry": params["kvferry"] | {"epoch": "x\nERROR forged"}}
         with pytest.raises(TransferError):
-            await target.transfer.fetch("q1", forged, ((0, 5),), prompt(6))
+            await fetch(target, "q1", forged, ((0, 5),), prompt(6))
         with pytest.raises(TransferError):
-            await target.transfer.fetch("q2", {"kvferry": "\nERROR forged"}, ((0, 5),), prompt(6))
+            await fetch(target, "q2", {"kvferry": "\nERROR forged"}, ((0, 5),), prompt(6))
         source.transfer.abort("r1")
         await source.freed()
     lines = [
@@ -292,10 +298,10 @@ async def test_a_promise_is_fetched_once_it_is_kept():
     async with two_sides() as (source, target):
         params = await source.transfer.promise("r1", prompt(7))
         assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([], 7)
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
+        fetching = asyncio.create_task(fetch(target, "q1", params, ((0, 5),), prompt(6)))
         source.transfer.grow("r1", Grown(4, ((1,),)))
         source.transfer.grow("r1", Grown(7, ((1, 3),)))
-        assert (await fetch).report.num_bytes == 6 * MODEL.bytes_per_token
+        assert (await fetching).report.num_bytes == 6 * MODEL.bytes_per_token
         assert await source.freed() == "r1"
         source.transfer.grow("r1", Grown(7, ((1, 3),)))
         assert dict(source.transfer.leases_ended) == {"done": 1}
@@ -306,10 +312,10 @@ async def test_a_promise_is_not_over_before_all_is_computed():
     async with two_sides() as (source, target):
         params = await source.transfer.promise("r1", prompt(7))
         source.transfer.grow("r1", Grown(6, ((1, 3),)))
-        await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
+        await fetch(target, "q1", params, ((0, 5),), prompt(6))
         # Whatever the source has to say to that, it says before it grants another one.
         other = await source.transfer.offer("r2", ((2,),), prompt(4))
-        await target.transfer.fetch("q2", other, ((6,),), prompt(3))
+        await fetch(target, "q2", other, ((6,),), prompt(3))
         assert await source.freed() == "r2"
         source.transfer.grow("r1", Grown(7, ((1, 3),)))
         assert await source.freed() == "r1"
@@ -323,19 +329,45 @@ async def test_a_promise_is_kept_longer_than_a_lease_lives():
         await source.transfer.offer("never", ((2,),), prompt(4))
         assert await source.freed() == "never"
         source.transfer.grow("r1", Grown(7, ((1, 3),)))
-        await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
+        await fetch(target, "q1", params, ((0, 5),), prompt(6))
         assert await source.freed() == "r1"
+
+
+async def in_a_room(source):
+    await promise_in_room(source, prompt(7))
+    return in_room(source)
+
+
+@pytest.mark.parametrize("ask", [offered, in_a_room])
+async def test_a_cache_is_kept_longer_than_a_lease_lives_while_its_reader_waits_for_blocks(ask):
+    async with two_sides(lease_s=3.0) as (source, target):
+        remote = await target.transfer.hold("q1", await ask(source))
+        await source.transfer.offer("never", ((2,),), prompt(4))
+        assert await source.freed() == "never"
+        await target.transfer.fetch("q1", remote, ((0, 5),), prompt(6))
+        assert await source.freed() == "r1"
+        assert not held_by(target)
+
+
+@pytest.mark.parametrize("ask", [offered, in_a_room])
+async def test_what_is_not_wanted_any_more_is_not_kept(ask):
+    async with two_sides() as (source, target):
+        params = await ask(source)
+        await target.transfer.hold("q1", params)
+        target.transfer.decline("q1", params)
+        assert await source.freed() == "r1"
+        assert not held_by(target)
 
 
 async def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():
     async with two_sides() as (source, target):
         params = await source.transfer.promise("r1", prompt(7))
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, ((0, 5),), prompt(6)))
+        fetching = asyncio.create_task(fetch(target, "q1", params, ((0, 5),), prompt(6)))
         source.transfer.grow("r1", Grown(4, ((1,),)))
         source.transfer.abort("r1")
         assert await source.freed() == "r1"
         with pytest.raises(TransferError):
-            await fetch
+            await fetching
         assert await target.freed() == "q1"
         assert dict(source.transfer.leases_ended) == {"withdrawn": 1}
 
@@ -368,7 +400,7 @@ async def test_a_room_is_fetched_from_whoever_listens_there(num_tokens, first):
     """Who wants all tokens hears which one follows. The claim may come before the promise."""
     async with two_sides() as (source, target):
         wanted = prompt(num_tokens)
-        fetching = asyncio.create_task(target.transfer.fetch("q1", in_room(source), ((0, 5),), wanted))
+        fetching = asyncio.create_task(fetch(target, "q1", in_room(source), ((0, 5),), wanted))
         await promise_in_room(source, prompt(7))
         received = await fetching
         assert (received.peer, received.report.tokens) == ("p0", num_tokens)
@@ -378,7 +410,7 @@ async def test_a_room_is_fetched_from_whoever_listens_there(num_tokens, first):
         await promise_in_room(source, prompt(4), "r2")
         source.transfer.grow("r1", Grown(7, ((1, 3),)), FIRST)
         source.transfer.abort("r1")
-        assert (await target.transfer.fetch("q2", in_room(source), ((0,),), prompt(4))).report.tokens == 4
+        assert (await fetch(target, "q2", in_room(source), ((0,),), prompt(4))).report.tokens == 4
         assert await source.freed() == "r2"
 
 
@@ -386,7 +418,7 @@ async def test_a_room_with_another_prompt_is_refused():
     async with two_sides() as (source, target):
         await promise_in_room(source, Prompt.of([7, 101, 102, 103]))
         with pytest.raises(TransferError, match="the cache of another prompt") as caught:
-            await target.transfer.fetch("q1", in_room(source), ((0,),), prompt(3))
+            await fetch(target, "q1", in_room(source), ((0,),), prompt(3))
         assert caught.value.reason == "wrong_prompt"
         assert await target.freed() == "q1"
 
@@ -403,8 +435,7 @@ async def test_a_room_where_nobody_listens_is_an_error():
         params = in_room(source)
         await source.transfer.close()
         with pytest.raises(TransferError, match="nothing listens at"):
-            await target.transfer.fetch("q1", params, ((0, 5),), prompt(6))
-        assert await target.freed() == "q1"
+            await target.transfer.hold("q1", params)
 
 
 async def test_a_cache_that_cannot_be_declined_is_no_error_of_anybody(caplog, monkeypatch):

@@ -258,11 +258,16 @@ class Service:
                     yield piece
 
     async def _fetch(self, call: TokenizedRequest) -> Report:
-        request_id = call.requests[0].request_id
-        began = time.perf_counter()
+        request_id, params = call.requests[0].request_id, call.ask.role.params
         with ExitStack() as undo:
             # Refused, or left by the client while it waited for room: the source need not keep the cache any longer.
-            undo.callback(self.transfer.decline, request_id, call.ask.role.params)
+            undo.callback(self.transfer.decline, request_id, params)
+            try:
+                remote = await self.transfer.hold(request_id, params)
+            except TransferError:
+                undo.pop_all()  # nobody has it, or nobody knows who
+                raise
+            began = time.perf_counter()
             tables = await self.engine.reserve(call.requests[0])
             prompt = call.prompt(len(call.requests[0].prompt) - 1)
             undo.pop_all()
@@ -270,7 +275,7 @@ class Service:
         with ExitStack() as undo:
             undo.callback(self.transfer.abort, request_id)
             try:
-                received = await self.transfer.fetch(request_id, call.ask.role.params, tables, prompt)
+                received = await self.transfer.fetch(request_id, remote, tables, prompt)
             except TransferError:
                 undo.pop_all()  # it has ended by itself
                 raise

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvferry import (
@@ -19,6 +18,7 @@ from kvferry import (
     FetchReport,
     FetchRequest,
     FirstToken,
+    HoldRequest,
     LeaseEnded,
     LeaseProgress,
     LeaseRequest,
@@ -137,22 +137,32 @@ class AgentTransfer:
         self._names[request_id] = wanted.request_id
         return to_params(reference, [self.agent.address], wanted.block_tables, wanted.num_tokens)
 
-    async def fetch(self, request_id: str, params: object, block_tables: BlockTables, prompt: Prompt) -> ReceivedCache:
-        """Bring the cache of `prompt`, which may be empty, into these blocks. What the untrusted `params` refer to is
-        the cache of that prompt, or of one that begins with it, or an error.
+    async def hold(self, request_id: str, params: object) -> RemoteCache:
+        """Find the cache that the untrusted `params` refer to, and keep its lease alive while the request waits for
+        blocks: until `fetch` or `decline`, for ten minutes at most.
 
-        Raises TransferError, whatever is wrong with `params`, the peer or the transport. A cancelled caller aborts the
+        Raises TransferError, whatever is wrong with `params`; then there is nothing to decline.
+        """
+        try:
+            remote = await self._remote(params)
+            self.agent.hold(HoldRequest(remote.reference, remote.addresses))
+        except TransferError as error:
+            logger.warning("no cache for request %s: %s: %s", request_id, error.reason, _one_line(error))
+            raise
+        except RequestError as error:
+            raise _unaskable(error) from error
+        return remote
+
+    async def fetch(
+        self, request_id: str, remote: RemoteCache, block_tables: BlockTables, prompt: Prompt
+    ) -> ReceivedCache:
+        """Bring the cache of `prompt`, which may be empty, into these blocks. `remote` is that of the prompt, or of
+        one that begins with it, or an error.
+
+        Raises TransferError, whatever is wrong with `remote`, the peer or the transport. A cancelled caller aborts the
         fetch.
         """
-        with ExitStack() as undo:
-            # The agent has not heard of this fetch, so nobody else would free the blocks.
-            undo.callback(self._release, request_id)
-            try:
-                wanted = _wanted(request_id, await self._remote(params), block_tables, prompt)
-            except TransferError as error:
-                logger.warning("no cache for request %s: %s: %s", request_id, error.reason, _one_line(error))
-                raise
-            undo.pop_all()
+        wanted = _wanted(request_id, remote, block_tables, prompt)
         try:
             return ReceivedCache(wanted.reference.engine_id, await self._agent.fetch(wanted))
         except TransferError as error:
@@ -161,8 +171,7 @@ class AgentTransfer:
         except RequestError as error:
             # Nothing has begun.
             self._release(request_id)
-            found = _one_line(error)
-            raise TransferError(Reason.MALFORMED, "this cache cannot be asked for", found=found) from error
+            raise _unaskable(error) from error
 
     @property
     def address(self) -> str:
@@ -253,6 +262,10 @@ def _wanted(request_id: str, remote: RemoteCache, block_tables: BlockTables, pro
     ranges = (TokenRange(0, prompt.num_tokens),) * len(block_tables)
     name = prompt.name(remote.reference.lease_id)
     return FetchRequest(request_id, remote.reference, remote.addresses, block_tables, ranges, prompt=name)
+
+
+def _unaskable(error: RequestError) -> TransferError:
+    return TransferError(Reason.MALFORMED, "this cache cannot be asked for", found=_one_line(error))
 
 
 def _one_line(error: FerryError) -> str:
