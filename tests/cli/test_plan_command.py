@@ -154,7 +154,7 @@ def test_a_models_own_configuration_is_read(tmp_path):
         (["--prefill", "tp=1", "--decode", "format=head-major", "--tokens", "9999999"], "more rows than"),
         (["--prefill", "tp=1", "--decode", "tp=1", "--layout", "foo"], "--layout: unknown cache format"),
         (["--prefill", "tp=1", "--decode", "tp=2,outer=width"], "outer= names an unknown axis"),
-        (["--prefill", "tp=1", "--decode", "tp=2", "--prefill-speed", "nan"], "from 1 to 1,000,000,000,000 tokens/s"),
+        (["--prefill", "tp=1", "--decode", "tp=2", "--prefill-speed", "nan"], "--prefill-speed: not a number"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--prefill-speed", "0"], "from 1 to 1,000,000,000,000 tokens/s"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--html", "plan.pdf"], "the page must be an HTML file"),
         (["--model", "", "--prefill", "tp=1", "--decode", "tp=2"], "unknown model"),
