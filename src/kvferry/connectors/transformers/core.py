@@ -19,6 +19,7 @@ from kvferry import Cache, Memory, SharedMemory
 from kvferry.connectors.jobs import Event, GroupSize, Job, Settings, Stopped
 from kvferry.connectors.sampling import GREEDY, Sampling, SamplingFields
 from kvferry.connectors.step_cost import NO_COST
+from kvferry.connectors.transformers.context import Context, context_of
 from kvferry.connectors.transformers.features import ATTENTION, ATTENTION_OPTIONS
 from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, owning_layers, ring_tokens, share_pool
 from kvferry.connectors.transformers.sampler import BatchSampler
@@ -94,10 +95,9 @@ class Core:
         return int(self._cache.num_sectors)
 
     @property
-    def max_tokens(self) -> int:
-        """The longest sequence that the model was made for."""
-        config = self._model.config.get_text_config()
-        return int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+    def context(self) -> Context:
+        """The longest sequence that the model computes as it does alone."""
+        return context_of(self._model.config.get_text_config())
 
     @property
     def vocab_size(self) -> int:

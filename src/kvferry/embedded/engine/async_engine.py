@@ -37,9 +37,9 @@ class Engine:
         self.stop_token_ids, self.default_sampling = self._core.stop_token_ids, self._core.default_sampling
         self._groups = self._core.group_sizes()
         self._admission = Admission(self._groups, self._core.num_sectors, self._core.num_held_sectors)
-        self.max_tokens = longest(self._groups, self._core.num_sectors, self._core.max_tokens)
-        limit = "this is the context length of the model"
-        if self.max_tokens < self._core.max_tokens:
+        context = self._core.context
+        self.max_tokens, limit = longest(self._groups, self._core.num_sectors, context.max_tokens), context.reason
+        if self.max_tokens < context.max_tokens:
             limit = "this is the size of the cache (--num-blocks of serve, --cache-tokens of up)"
         self.limits = Limits(self._core.vocab_size, self.max_tokens, limit)
         self._entries: dict[str, Entry] = {}
