@@ -5,6 +5,8 @@ import random
 import warnings
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -20,6 +22,7 @@ from engines.oracle import element_addresses, execute
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, get_rope, phi3_long_rope_scaled_rope
 from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Mamba
 from vllm.v1.kv_cache_interface import (
@@ -37,6 +40,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry.connectors.vllm.description.cpu_block_layout import Tile, probe
 from kvferry.connectors.vllm.description.describe import LayerFacts, describe
+from kvferry.connectors.vllm.description.engine_facts import has_long_factors
 from kvferry.connectors.vllm.scheduler.scheduler import _running
 from kvferry.connectors.vllm_keys import IF_BOTH
 from kvferry.errors import IncompatibleError, LayoutError
@@ -707,6 +711,28 @@ def test_a_cache_of_eight_bits_and_one_of_the_models_own_are_refused_with_both()
     words = r"dtype float32 at the source, float8_e4m3fn at the target.*hint: .*the same cache dtype"
     with pytest.raises(IncompatibleError, match=words):
         route([plain.layout], [short.layout])
+
+
+def test_keys_of_longrope_that_other_factors_turn_are_refused():
+    short, long = (make_rank([(full(), NAMES)], facts(long_factors=is_long)) for is_long in (False, True))
+    for pair in ((short, long), (long, short)):
+        with pytest.raises(
+            IncompatibleError, match=r"state model\.layers\.0\.long\.k: only the (source|target) has it"
+        ):
+            route(*([rank.layout] for rank in pair))
+    route([long.layout], [long.layout])
+
+
+@pytest.mark.parametrize("max_model_len", [64, 65])
+def test_the_factors_of_longrope_are_those_that_vllm_has_chosen(max_model_len, monkeypatch):
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
+    monkeypatch.setattr(phi3_long_rope_scaled_rope, "get_current_vllm_config", lambda: config)
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    with patch.dict(_ROPE_DICT, clear=True):
+        assert not has_long_factors()
+        get_rope(16, 1024, rope_parameters=rope)
+        assert has_long_factors() == (max_model_len > 64)
 
 
 def test_scales_that_every_engine_computes_are_refused():

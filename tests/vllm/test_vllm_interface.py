@@ -249,6 +249,9 @@ USED = {
         "sampling_params",
         "status",
     },
+    ("vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope", "Phi3LongRoPEScaledRotaryEmbedding"): {
+        "use_long_rope"
+    },
 }
 
 # What is reached through a module, or called with these words.

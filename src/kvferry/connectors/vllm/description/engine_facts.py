@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_dcp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
 from kvferry.errors import LayoutError
 
@@ -42,7 +43,8 @@ class EngineFacts:
     `num_state_groups` is how many groups of B and C a Mamba 2 model has, 0 when unknown. `cache_dtype` is vLLM's word
     for the cache (`auto`, `fp8_e4m3` ...), `model_dtype` torch's for the model (`bfloat16`). `dynamic_scales` says
     that every engine scales its 8-bit cache on its own. `conv_dim_first` says that convolution states are stored
-    channel by channel (vLLM's DS), not input by input (SD). `layers` has every layer with a cache, by its vLLM name.
+    channel by channel (vLLM's DS), not input by input (SD). `long_factors` says that longrope turns keys by its long
+    factors. `layers` has every layer with a cache, by its vLLM name.
     """
 
     tensor_parallel: int = 1
@@ -57,6 +59,7 @@ class EngineFacts:
     model_dtype: str = "bfloat16"
     dynamic_scales: bool = False
     conv_dim_first: bool = False
+    long_factors: bool = False
     layers: Mapping[str, LayerFacts] | None = None
 
     def layer(self, name: str) -> LayerFacts:
@@ -82,8 +85,15 @@ def engine_facts(vllm_config: Any) -> EngineFacts:
         model_dtype=str(model.dtype).removeprefix("torch."),
         dynamic_scales=bool(getattr(cache, "calculate_kv_scales", False)),
         conv_dim_first=is_conv_state_dim_first(),
+        long_factors=has_long_factors(),
         layers={name: _layer(layer) for name, layer in layers.items() if hasattr(layer, "get_attn_backend")},
     )
+
+
+def has_long_factors() -> bool:
+    """Whether longrope turns the keys of this process by its long factors: a server decides once and for all, by
+    whether its `--max-model-len` exceeds the model's original context."""
+    return any(getattr(rope, "use_long_rope", False) for rope in _ROPE_DICT.values())
 
 
 def _layer(layer: Any) -> LayerFacts:
@@ -99,6 +109,7 @@ def _layer(layer: Any) -> LayerFacts:
 
 def prefix_of(layer: str, engine: EngineFacts) -> str:
     """`model.layers.3` for `language_model.model.layers.3.self_attn.attn`; `draft.layers.0` for a speculator's first.
+    Keys that are turned by other factors are another state, of which engines with the usual ones have none.
 
     Raises LayoutError when the name has no number.
     """
@@ -110,7 +121,7 @@ def prefix_of(layer: str, engine: EngineFacts) -> str:
         )
     first, number = parts[: numbered[0]], int(parts[numbered[0]])
     # A layer of several attention modules numbers those too.
-    rest = "".join(f".{parts[at]}" for at in numbered[1:])
+    rest = "".join(f".{parts[at]}" for at in numbered[1:]) + (".long" if engine.long_factors else "")
     beyond = 0 < engine.num_layers <= number
     if beyond and "layers" not in first:
         # Falcon-H1 numbers the state-space halves of its layers from the last attention layer on: `model.6.mixer`.
