@@ -56,6 +56,15 @@ def test_the_loop_takes_nothing_but_how_it_computes() -> None:
     assert taken in (["self"], ["self", "use_inference_mode"])  # since 5.24
 
 
+def test_layers_write_into_the_cache_in_one_of_two_ways() -> None:
+    """`test_embedded_shared_layers.py` has what hangs on it, and on the name `is_kv_shared_layer`."""
+    taken = list(inspect.signature(PagedAttentionCache.update).parameters)[1:]
+    assert taken in (
+        ["key_states", "value_states", "layer_idx", "kwargs"],
+        ["key_states", "value_states", "layer_idx", "read_index", "write_index"],  # before 5.19
+    )
+
+
 def test_attributes_are_still_there(source: Engine) -> None:
     manager, cache = source._core._manager, source._core._cache
     assert len(source._core._model.get_decoder().layers) == source._core._model.config.num_hidden_layers

@@ -20,8 +20,15 @@ from kvferry.connectors.jobs import Event, GroupSize, Job, Settings, Stopped
 from kvferry.connectors.sampling import GREEDY, Sampling, SamplingFields
 from kvferry.connectors.step_cost import NO_COST
 from kvferry.connectors.transformers.context import Context, context_of
-from kvferry.connectors.transformers.features import ATTENTION, ATTENTION_OPTIONS
-from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, owning_layers, ring_tokens, share_pool
+from kvferry.connectors.transformers.features import ATTENTION, ATTENTION_OPTIONS, layers_without_cache
+from kvferry.connectors.transformers.pool import (
+    STATES_PER_LAYER,
+    forget_layers,
+    layout_of,
+    owning_layers,
+    ring_tokens,
+    share_pool,
+)
 from kvferry.connectors.transformers.sampler import BatchSampler
 from kvferry.connectors.transformers.scheduler import Command, EventRouter, FerryScheduler, LoopState
 from kvferry.connectors.transformers.simulated_step_time import SimulatedStepTime
@@ -61,6 +68,7 @@ class Core:
         if self._on.device.type == "cpu":
             self._shared = share_pool(self._cache)
             self._memory = self._shared.memory
+        forget_layers(self._cache, layers_without_cache(self._model))
         if settings.layer_wise:
             self._tell_layers()
 

@@ -4,6 +4,7 @@ version. No other file of the connector asks which transformers this is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -13,6 +14,7 @@ import jinja2.meta
 import torch  # noqa: F401 - before transformers, which complains in words of its own where it is missing
 import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from kvferry.errors import ConfigurationError
@@ -42,6 +44,18 @@ def _words(version: tuple[int, ...]) -> str:
 _HAS_OPTION = "auto_switch_to_flash" in {field.name for field in fields(ContinuousBatchingConfig)}
 ATTENTION = "sdpa" if _HAS_OPTION else "paged|sdpa"
 ATTENTION_OPTIONS = {"auto_switch_to_flash": False} if _HAS_OPTION else {}
+
+
+# --- who writes into the cache: since 5.19 the model's layers, before that the attention of each of them ---
+
+_LAYERS_WRITE = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
+
+
+def layers_without_cache(model: Any) -> frozenset[int]:
+    """The numbers of the layers that see the keys and values of earlier ones (Gemma 3n), and keep none. Upstream has
+    pages for them as well; only the attention of 5.18 writes them there, and reads them again."""
+    parts = model.modules() if _LAYERS_WRITE else ()
+    return frozenset(int(part.layer_idx) for part in parts if getattr(part, "is_kv_shared_layer", False))
 
 
 # --- what a chat template reads of a message: since 5.22 upstream shows it copies, which nobody can ask afterwards ---

@@ -28,6 +28,14 @@ def share_pool(cache: Any) -> SharedMemory:
     return memory
 
 
+def forget_layers(cache: Any, numbers: frozenset[int]) -> None:
+    """Forget the pages of layers in which nothing is written. Were one ever asked for, upstream would not find it, and
+    the engine would end: a page that is read without being moved would make wrong tokens."""
+    for allocator in cache.cache_allocators.values():
+        for number in numbers & allocator._kv_token_views.keys():
+            del allocator._kv_token_views[number]
+
+
 def ring_tokens(allocator: Any) -> int:
     return int(getattr(allocator, "sliding_window", 0))
 
