@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from embedded_support import Loop, collect, ids_of, request
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, MoshiConfig, MoshiForCausalLM
 
 from kvferry.connectors.jobs import Settings
 from kvferry.connectors.sampling import GREEDY, Sampling
@@ -217,6 +218,25 @@ def test_a_vocabulary_has_an_end(loop: Loop, target: Engine) -> None:
     for sampling in (Sampling(logit_bias=((1024, 1.0),)), Sampling(allowed_token_ids=(-1,))):
         with pytest.raises(RequestError, match="is not in the model's vocabulary"):
             answers(loop, target, ask("beyond", sampling))
+
+
+def test_a_vocabulary_ends_where_the_logits_do(loop: Loop, model_path: Path, tmp_path: Path) -> None:
+    """This model reads one more token than it can answer with."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128}
+    config = MoshiConfig(vocab_size=1024, max_position_embeddings=256, sliding_window=256, pad_token_id=1024, **sizes)
+    MoshiForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1024]}')
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_path / name, tmp_path / name)
+    engine = Engine(Settings(str(tmp_path), num_blocks=64))
+    assert engine._core._model.get_input_embeddings().weight.shape[0] == 1025
+    assert max(engine.stop_token_ids) < 1024
+    beyond = Request("p", (4, 1024), 2, frozenset(), Sampling(repetition_penalty=1.1))
+    for one in (beyond, ask("a", Sampling(allowed_token_ids=(1024,)))):
+        with pytest.raises(RequestError, match="expected: 0 <= id < 1024"):
+            engine.limits.check(one)
+    engine.limits.check(ask("last", Sampling(allowed_token_ids=(1023,))))
+    loop.run(engine.close())
 
 
 DEFAULTS = {

@@ -109,16 +109,18 @@ class Core:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this; a larger one would end the engine's thread."""
-        return int(self._model.get_input_embeddings().weight.shape[0])
+        """Token ids are below this: the model can read them, and has a logit for each. A larger one would end the
+        engine's thread."""
+        ends = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        return min(int(end.weight.shape[0]) for end in ends if end is not None)
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
         """What the model ends its answers with: what generation_config.json says, and as in vLLM the tokenizer's own
         end, which a chat model may have learnt where the file still has its base model's."""
         ids, own = self._model.generation_config.eos_token_id, self.tokenizer.eos_token_id
-        said = () if ids is None else (ids,) if isinstance(ids, int) else ids
-        return frozenset(said) | ({own} if own is not None and own < self.vocab_size else set())
+        said = [ids] if ids is None or isinstance(ids, int) else ids
+        return frozenset(one for one in (*said, own) if one is not None and one < self.vocab_size)
 
     def group_sizes(self) -> tuple[GroupSize, ...]:
         """The cache groups, in the order of the block tables."""
