@@ -60,3 +60,12 @@ def test_a_decode_that_is_killed_costs_the_prefill_nothing(pair, spec):
     pair.decode.start()
     pair.decode.wait_until_ready()
     assert ask(pair, prompt)[1].tokens == alone(spec.model, prompt)
+
+
+@one_pair
+def test_a_prompt_without_tokens_ends_no_server(pair, spec):
+    (prompt,), port = prompts_of((40,), seed=16), pair.prefill.bootstrap_port
+    for server in pair.servers:
+        answer = post(server, [], random.getrandbits(62), port, input_ids=None, text="")
+        assert "a prompt without tokens" in answer.error
+    assert ask(pair, prompt)[1].tokens == alone(spec.model, prompt)

@@ -6,6 +6,7 @@ What agents do is tested with agents, and the whole with servers; this is about 
 from __future__ import annotations
 
 import warnings
+from array import array
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
@@ -281,6 +282,22 @@ class TestSender:
             with pytest.raises(TransferError) as raised:
                 made.failure_exception()
             assert raised.value.reason == Reason.UNNAMED_PROMPT
+
+    @pytest.mark.parametrize("tokens", [[], array("q")])
+    def test_a_prompt_without_tokens_fails_before_sglang_begins_with_it(self, sglang, new_sender, new_receiver, tokens):
+        for made in (new_sender(request(origin_input_ids=tokens)), new_receiver(request(origin_input_ids=tokens))):
+            assert made.poll() == sglang.poll.Failed
+            with pytest.raises(RequestError, match="without tokens") as raised:
+                made.failure_exception()
+            assert (raised.value.found, raised.value.expected) == ("no tokens", "a prompt of one token or more")
+
+    def test_nothing_is_sent_or_read_before_sglang_begins(self, sglang, new_sender, rank):
+        """SGLang's first queue ends the server when it hears of anything else."""
+        sender = new_sender()
+        rank.leases[0].ended = "done"
+        assert sender.poll() == sglang.poll.WaitingForInput
+        sender.init(3, 1)
+        assert sender.poll() == sglang.poll.Success
 
 
 class TestWaiting:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry import Prompt, PromptInput, Reason
-from kvferry.errors import TransferError
+from kvferry.errors import RequestError, TransferError
 
 
 def prompt_of(request: Any) -> Prompt:
     """A request's tokens, and what else SGLang keys its prefix cache by.
 
-    Raises TransferError for a request of which more would have to travel than a cache and a token.
+    Raises TransferError for a request of which more would have to travel than a cache and a token, and RequestError for
+    a prompt without tokens: SGLang would take it on, and end when it finds that nothing of it was computed.
     """
     what = ""
     if request.multimodal_inputs is not None or request.input_embeds is not None:
@@ -21,5 +22,9 @@ def prompt_of(request: Any) -> Prompt:
     if what:
         hint = "send the request to an engine that is not divided"
         raise TransferError(Reason.UNNAMED_PROMPT, what, hint=hint)
+    if not request.origin_input_ids:
+        what = "a prompt without tokens has no cache that could travel"
+        hint = "send a prompt: not every tokenizer begins an empty text with a token"
+        raise RequestError(what, found="no tokens", expected="a prompt of one token or more", hint=hint)
     kinds = (("extra_key", request.extra_key), ("salt", request.cache_salt))
     return Prompt.of(request.origin_input_ids, [PromptInput(kind, value) for kind, value in kinds if value])

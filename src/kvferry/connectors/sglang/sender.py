@@ -59,7 +59,8 @@ class FerrySender(BaseKVSender):
         self._pages: list[int] = []
         self._num_tokens = self._num_sent = 0
         self._sent: deque[_Sent] = deque()
-        self._row = 0
+        # Known once SGLang has begun with the request.
+        self._row: int | None = None
         self._error: FerryError | None = None
         try:
             check_room(bootstrap_room)
@@ -98,23 +99,24 @@ class FerrySender(BaseKVSender):
         return (tables.of(self._pages, None), self._num_sent) if tables.may_grow else (tables.nowhere, 0)
 
     def poll(self) -> int:
-        """How far the request is."""
+        """How far the request is. Before `init`, SGLang ends when it hears anything but that it may begin or that the
+        request has failed."""
         self._tell()
-        is_sent = self._num_sent == self._num_tokens and not self._sent
-        if self._ended() is None and is_sent:
+        is_sent = self._row is not None and self._num_sent == self._num_tokens
+        if self._ended() is None and is_sent and not self._sent:
             self.kv_mgr.wait_while_idle(self)
         self.conclude_state = self._ended()
         if self.conclude_state is not None:
             self.kv_mgr.end_wait(self)
             return self.conclude_state
-        return KVPoll.Transferring if self._num_sent == self._num_tokens else KVPoll.WaitingForInput
+        return KVPoll.Transferring if is_sent else KVPoll.WaitingForInput
 
     def _ended(self) -> int | None:
         if self.conclude_state is not None:
             return self.conclude_state
         if self._error is not None or self._lease.ended not in ("", "done"):
             return KVPoll.Failed
-        return KVPoll.Success if self._lease.ended else None
+        return KVPoll.Success if self._lease.ended and self._row is not None else None
 
     def poll_pp_consensus(self) -> int:
         """Return what `poll` returns. The first stage of a pipeline asks this before a prompt is computed, when all
@@ -161,7 +163,7 @@ class FerrySender(BaseKVSender):
         while self._sent and self._sent[0].is_computed():
             sent, first = self._sent.popleft(), None
             if sent.num_tokens == self._num_tokens:
-                first = handoff.read(self.kv_mgr.metadata, self._row, self._request)
+                first = handoff.read(self.kv_mgr.metadata, self._row or 0, self._request)
             self.kv_mgr.rank.grow(self._room, sent.tables, sent.num_tokens, first)
 
 
