@@ -17,5 +17,5 @@ class PlainTables:
     def of(self, pages: Sequence[int], states: object) -> BlockTables:
         return (tuple(pages),)
 
-    def of_prompt(self, request: object, num_tokens: int, pages: Sequence[int], states: object) -> BlockTables:
+    def of_prompt(self, num_tokens: int, pages: Sequence[int], states: object) -> BlockTables:
         return self.of(pages, states)

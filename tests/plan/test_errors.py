@@ -181,7 +181,8 @@ def test_tokens_that_nobody_holds_are_named_with_the_box():
     [
         ([[0, 1]], [[0, 1, 2]], "source group 0 has too few blocks for the tokens; found: 2 blocks of 4 tokens"),
         ([[0, 1, 2]], [[0]], "target group 0 has too few blocks"),
-        ([[0, 1, 8]], [[0, 1, 2]], "source group 0 names blocks that do not exist; found: 8; expected: 0 <="),
+        ([[0, 1, 9]], [[0, 1, 2]], "source group 0 names blocks that do not exist; found: 9; expected: 0 <="),
+        ([[8, 1, 2]], [[0, 1, 2]], "source group 0 has no blocks for some of the tokens; found: 1 of 3 blocks are not"),
         ([[0, 1, 2]], [[0, -1, 2]], "target group 0 names blocks that do not exist; found: -1;"),
         ([[0, 1, 2]], [[0, 1, 0]], "target group 0 names a block twice"),
         ([[0, 0, 2]], [[0, 1, 2]], "source group 0 names a block twice"),

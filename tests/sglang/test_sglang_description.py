@@ -405,24 +405,20 @@ class TestTables:
         return Tables(described(pool, **facts), kinds, scheduler)
 
     def windows(self, mapping):
-        """Of a request in row 1 whose tokens lie where they were put; `mapping` is SGLang's, from full to window."""
+        """`mapping` is SGLang's, from slots of all tokens to those of windows."""
         import torch
 
         pool = window_pool()
-        slots = torch.tensor([[0] * 96, list(range(16, 112))])
-        scheduler = SimpleNamespace(
-            req_to_token_pool=SimpleNamespace(req_to_token=slots),
-            token_to_kv_pool_allocator=SimpleNamespace(
-                translate_swa_indices_for_transfer=lambda found: torch.tensor(mapping)[found]
-            ),
-        )
+        translate = lambda found: torch.tensor(mapping)[found]  # noqa: E731
+        allocator = SimpleNamespace(translate_swa_indices_for_transfer=translate, device="cpu")
+        scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator)
         facts = {"num_window_heads": NUM_HEADS, "window_tokens": WINDOW_TOKENS}
         return self.tables(pool, "swa", scheduler=scheduler, **facts)
 
     def test_a_pool_of_keys_and_values_has_one_table_which_may_grow(self, sglang_pools):
         tables = self.tables(attention_pool(sglang_pools, 16, NUM_HEADS, "float32"))
         assert (tables.may_grow, tables.nowhere) == (True, ((),))
-        assert tables.of([3, 1], []) == tables.of_prompt(None, 20, [3, 1], None) == ((3, 1),)
+        assert tables.of([3, 1], []) == tables.of_prompt(20, [3, 1], None) == ((3, 1),)
 
     def test_a_window_has_the_last_pages(self):
         tables = self.windows([0] * 200)
@@ -434,21 +430,18 @@ class TestTables:
         """Behind token 70 they see tokens from 32 on, token 70 itself those from 31 on, which are a page more."""
         mapping = [0] * 200
         mapping[32] = 6 * 16
-        tables = self.windows(mapping).of_prompt(self.request(), num_tokens, [1, 2, 3, 4, 5], [np.array([7, 9, 8])])
+        tables = self.windows(mapping).of_prompt(num_tokens, [1, 2, 3, 4, 5], [np.array([7, 9, 8])])
         assert tables == ((1, 2, 3, 4, 5), (NOWHERE, second, 7, 9, 8))
 
     def test_a_token_that_has_left_the_window_has_no_page(self):
-        tables = self.windows([0] * 200).of_prompt(self.request(), 71, [1, 2, 3, 4, 5], [np.array([7, 9, 8])])
+        tables = self.windows([0] * 200).of_prompt(71, [1, 2, 3, 4, 5], [np.array([7, 9, 8])])
         assert tables[1][:2] == (NOWHERE, NOWHERE)
 
     def test_a_prompt_that_fits_into_the_window_has_all_its_pages(self):
-        tables = self.windows([0] * 200).of_prompt(self.request(), 40, [1, 2, 3], [np.array([7, 9, 8])])
+        tables = self.windows([0] * 200).of_prompt(40, [1, 2, 3], [np.array([7, 9, 8])])
         assert tables[1] == (7, 9, 8)
 
     def test_states_have_one_slot(self):
         states = TestStates()
         tables = self.tables(states.pool(states.mamba(1, 2)), "mamba", num_state_groups=2)
         assert tables.of([3, 1], [[np.array([4])]]) == ((3, 1), (4,))
-
-    def request(self):
-        return SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1))

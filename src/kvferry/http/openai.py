@@ -35,7 +35,7 @@ LOST_CACHE = {
     Reason.UNNAMED_PROMPT: "engines cannot compare what this prompt depends on",
     Reason.UNKNOWN_LEASE: "the prefill engine does not know this request",
     Reason.EXPIRED: "the prefill engine has already freed this cache",
-    Reason.OUT_OF_RANGE: "kv_transfer_params belong to a shorter prompt",
+    Reason.OUT_OF_RANGE: "the prefill engine does not keep all that this prompt needs of its cache",
     Reason.NOT_CLAIMED: "the prefill engine does not know this reader",
     Reason.ALREADY_CLAIMED: "kv_transfer_params are in use by another request",
     Reason.INCOMPATIBLE: "the two engines do not hold the same cache",

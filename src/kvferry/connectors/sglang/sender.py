@@ -94,7 +94,7 @@ class FerrySender(BaseKVSender):
         """The block tables of what has been sent, and how many tokens of it may be read once they are computed."""
         tables = self.kv_mgr.tables
         if self._num_sent == self._num_tokens:
-            return tables.of_prompt(self._request, self._num_tokens, self._pages, state_indices), self._num_tokens
+            return tables.of_prompt(self._num_tokens, self._pages, state_indices), self._num_tokens
         # Where nothing may be read before the last token, this is a sign of life.
         return (tables.of(self._pages, None), self._num_sent) if tables.may_grow else (tables.nowhere, 0)
 

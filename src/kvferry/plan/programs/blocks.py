@@ -14,7 +14,8 @@ from kvferry.plan.routing.selection import Indices, positions
 
 BlockTables = Sequence[Sequence[int]]
 """One list of block ids per cache group, in the group's order: entry `i` is for the rank's tokens from
-`i * block_tokens` on. Entries whose tokens do not move may be anything, such as the blocks that a window has left."""
+`i * block_tokens` on. Entries whose tokens do not move may be anything. The number of blocks of a group, which is no
+block's id, stands for one that is not kept, as of tokens that have left a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,9 @@ def checked(tables: BlockTables, owner: Owner, tokens: Indices) -> Blocks:
             expected=f"at least {needed.stop}",
         )
     ids = _integers(table[needed.start : needed.stop], owner)
+    if gone := np.count_nonzero(ids == cache.num_blocks):
+        what, found = f"{owner.name} has no blocks for some of the tokens", f"{gone} of {len(ids)} blocks are not kept"
+        raise BlockTableError(what, found=found, expected="all of them")
     outside = ids[(ids < 0) | (ids >= cache.num_blocks)]
     if len(outside):
         raise BlockTableError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvferry.connectors.jobs import BlockTables
 from kvferry.connectors.sglang.description.describe import Described
@@ -43,26 +44,33 @@ class Tables:
             tables.append(found)
         return tuple(tables)
 
-    def of_prompt(
-        self, request: Any, num_tokens: int, pages: Sequence[int], states: Sequence[Any] | None
-    ) -> BlockTables:
+    def of_prompt(self, num_tokens: int, pages: Sequence[int], states: Sequence[Any] | None) -> BlockTables:
         """Return the tables of a prompt that is computed here. SGLang's lists serve a reader that goes on behind the
-        last token. One that computes that token itself sees one token more of a window, which is still there."""
+        last token. One that computes that token itself sees one token more of a window, which may be kept as well."""
         tables = list(self.of(pages, states))
         for number, component in enumerate(self.described.components):
             first = max(0, num_tokens - component.window_tokens) // component.group.block_tokens
-            if component.window_tokens and tables[number][first] == component.group.num_blocks:
-                page = self._window_page(request, component, first)
+            is_left_out = component.window_tokens and tables[number][first] == component.group.num_blocks
+            if is_left_out and first >= _first_kept(component, num_tokens):
+                page = self._window_page(component, pages[first])
                 tables[number] = (*tables[number][:first], page, *tables[number][first + 1 :])
         return tuple(tables)
 
-    def _window_page(self, request: Any, component: Component, number: int) -> int:
-        page_size = component.group.block_tokens
-        row = self.scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
-        slot = row[number * page_size : number * page_size + 1]
-        found = self.scheduler.token_to_kv_pool_allocator.translate_swa_indices_for_transfer(slot)
+    def _window_page(self, component: Component, page: int) -> int:
+        """The page that a window's layers have for a page of the request."""
+        page_size, allocator = component.group.block_tokens, self.scheduler.token_to_kv_pool_allocator
+        slot = torch.tensor([page * page_size], device=allocator.device)
+        found = allocator.translate_swa_indices_for_transfer(slot)
         # Page 0 is for padding: the token has left the window.
         return int(found[0]) // page_size or component.group.num_blocks
+
+
+def _first_kept(component: Component, num_tokens: int) -> int:
+    """The first page of a window that is nobody else's before SGLang gives the request's pages back. Its prefix cache
+    has the whole pages of the prompt, and locks what a token behind those sees: other prompts get what lies before."""
+    page_size = component.group.block_tokens
+    num_cached = num_tokens // page_size * page_size
+    return max(0, num_cached - (component.window_tokens - 1)) // page_size
 
 
 def _integers(indices: Iterable[Any]) -> tuple[int, ...]:
