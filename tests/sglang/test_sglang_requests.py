@@ -229,6 +229,24 @@ class TestSender:
         getattr(new_sender(), end)()
         assert rank.said == [("withdraw",)]
 
+    @pytest.mark.parametrize("ended", ["", "done", "expired"])
+    @pytest.mark.parametrize("poll", ["poll", "poll_pp_consensus"])
+    def test_a_request_whose_client_has_left_has_failed_when_sglang_asks_next(
+        self, sglang, new_sender, rank, poll, ended
+    ):
+        """The agent answers later. A pipeline would compute it meanwhile, and finds that it has ended the request."""
+        sender = new_sender()
+        rank.leases[0].ended = ended
+        sender.abort()
+        assert getattr(sender, poll)() == sglang.poll.Failed
+        with pytest.raises(TransferError, match="was aborted") as raised:
+            sender.failure_exception()
+        assert raised.value.reason == Reason.ABORTED
+        # Its pages are free: nothing more is offered, and nothing is taken back twice.
+        sender.send([4, 9, 2], [], 40)
+        sender.clear()
+        assert rank.said == ([] if ended else [("withdraw",)])
+
     @pytest.mark.parametrize("end", ["abort", "clear"])
     def test_a_lease_that_has_ended_is_neither_taken_back_nor_grows(self, new_sender, rank, end):
         sender = new_sender()

@@ -119,8 +119,8 @@ class FerrySender(BaseKVSender):
         return KVPoll.Success if self._lease.ended and self._row is not None else None
 
     def poll_pp_consensus(self) -> int:
-        """Return what `poll` returns. The first stage of a pipeline asks this before a prompt is computed, when all
-        stages answer the same."""
+        """Return what `poll` returns. The first stage of a pipeline asks this for all, before a prompt is computed.
+        Where another stage alone has failed by then, SGLang hears of that when the prompt is computed."""
         return self.poll()
 
     def failure_exception(self) -> None:
@@ -133,8 +133,10 @@ class FerrySender(BaseKVSender):
         raise TransferError(reason, f"the cache of room {self._room} was not read: {reason}", found=found)
 
     def abort(self) -> None:
-        """Withdraw the lease because the client has gone."""
+        """Withdraw the lease because the client has gone. A pipeline has dropped the request by now, and its stages end
+        where they begin to compute it: the next thing that SGLang hears is that it has failed."""
         self._withdraw()
+        self._error = self._error or TransferError(Reason.ABORTED, "the request was aborted")
 
     def clear(self) -> None:
         """Withdraw the lease, if it has not ended, because SGLang forgets the request."""
