@@ -157,7 +157,7 @@ class TestSender:
         done = []
         # What the device is given later has nothing to do with them.
         milestones = iter([lambda: bool(done)])
-        manager.milestone = lambda: next(milestones)
+        manager.milestone = lambda stream: next(milestones)
         sender = new_sender()
         sender.init(3, 1)
         sender.send([4, 9, 2], [], 40)
@@ -181,7 +181,7 @@ class TestSender:
 
     def test_that_event_is_of_one_chunk(self, new_sender, manager, rank):
         done = []
-        manager.milestone = lambda: lambda: bool(done)
+        manager.milestone = lambda stream: lambda: bool(done)
         sender = new_sender()
         sender.init(3, 1)
         sender._early_send_wait_event = SimpleNamespace(query=lambda: True)
@@ -258,7 +258,7 @@ class TestSender:
 
     def test_each_chunk_is_offered_with_the_pages_of_its_time(self, new_sender, manager, rank):
         done = []
-        manager.milestone = lambda: lambda: bool(done)
+        manager.milestone = lambda stream: lambda: bool(done)
         sender = new_sender()
         sender.init(3, 1)
         sender.send([4], None, 16)
@@ -365,7 +365,7 @@ class TestWaiting:
         assert (new_sender().poll(), news.waits) == (sglang.poll.WaitingForInput, 0)
 
     def test_nobody_waits_before_its_device_has_written_the_last_page(self, sglang, new_sender, manager, news):
-        manager.milestone = lambda: lambda: False
+        manager.milestone = lambda stream: lambda: False
         assert (self.sent(new_sender).poll(), news.waits) == (sglang.poll.Transferring, 0)
 
     def test_one_waits_for_all(self, manager, news):

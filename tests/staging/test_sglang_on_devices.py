@@ -239,6 +239,29 @@ def test_chunks_are_offered_in_order_each_when_its_own_forward_has_run(device, s
     assert offers.said == [((1,), PAGE_SIZE, {5.0}), ((1, 3, 2), len(PROMPT), {7.0})]
 
 
+def test_a_chunk_of_a_pipeline_is_offered_when_its_forward_has_run(device, manager, sender, offers):
+    """A pipeline computes on a stream of its own, and hands a chunk over when it has begun to compute it."""
+    manager._scheduler.enable_overlap = False
+    device.write_late_in_forward(2, 7)
+    sender.send([1, 3, 2], [], len(PROMPT))
+    device.finish_only(device.current_stream)
+    sender.poll()
+    assert offers.said == []
+    device.finish()
+    sender.poll()
+    assert offers.said == [((1, 3, 2), len(PROMPT), {7.0})]
+
+
+def test_pages_of_a_step_that_is_done_do_not_wait_for_the_step_after_it(device, sender, offers):
+    """A scheduler that overlaps its steps hands pages over when it has the results of the step that wrote them."""
+    device.write_late_in_forward(3, 7)
+    sender.send([1, 2], [], len(PROMPT))
+    device.finish_only(device.current_stream)
+    sender.poll()
+    assert [said[:2] for said in offers.said] == [((1, 2), len(PROMPT))]
+    device.finish()
+
+
 def test_a_cached_prefix_waits_for_the_event_of_the_step_that_writes_it(device, sender, offers):
     device.write_late(1, 5)
     sender._early_send_wait_event = device.recorded()

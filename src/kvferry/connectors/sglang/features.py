@@ -51,6 +51,13 @@ def forward_stream_of(scheduler: Any) -> Any:
     return found
 
 
+def writing_stream_of(scheduler: Any) -> Any:
+    """The stream of the device that may still write to pages when SGLang hands them over; None where that is the
+    current one. A scheduler that overlaps its steps hands over the pages of a step that it has the results of, and that
+    stream has begun the next one."""
+    return None if getattr(scheduler, "enable_overlap", False) else forward_stream_of(scheduler)
+
+
 def ranks_to_agree(transfer_queue: Any) -> Any:
     """The group of ranks that free the pages of a failed request together, where that is left to a backend; None where
     SGLang sees to it, or there is one rank.

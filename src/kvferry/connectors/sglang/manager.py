@@ -16,7 +16,13 @@ from sglang.srt.runtime_context import get_parallel
 from kvferry.connectors.sglang.construction import queue_being_made
 from kvferry.connectors.sglang.description.describe import RankFacts, describe
 from kvferry.connectors.sglang.description.tables import Tables
-from kvferry.connectors.sglang.features import forward_stream_of, idleness_of, on_all_ranks, ranks_to_agree
+from kvferry.connectors.sglang.features import (
+    forward_stream_of,
+    idleness_of,
+    on_all_ranks,
+    ranks_to_agree,
+    writing_stream_of,
+)
 from kvferry.connectors.sglang.rank import Rank, Ranks, check_room
 from kvferry.connectors.sglang.settings import settings_from
 from kvferry.devices import cache_device
@@ -148,8 +154,16 @@ class FerryManager(BaseKVManager):
         SGLang gives away pages of a request that has ended while a step that it had begun before still computes, and
         writes, one token more of that request. Its scheduler's own stream may bring pages back to where they were.
         """
-        streams = dict.fromkeys((None, forward_stream_of(self._scheduler)))
-        ends = [self.milestone(stream) for stream in streams]
+        return self._marked(forward_stream_of(self._scheduler))
+
+    def pages_so_far(self) -> Callable[[], bool]:
+        """Mark the steps that write the pages which SGLang hands over now; what comes back says whether the device is
+        done with them. A pipeline hands over pages of a step that it has only begun, on a stream of its own."""
+        return self._marked(writing_stream_of(self._scheduler))
+
+    def _marked(self, stream: Any) -> Callable[[], bool]:
+        """Whether the device is done with what it was given by now, on the current stream and on that one."""
+        ends = [self.milestone(each) for each in dict.fromkeys((None, stream))]
         return lambda: all(is_done() for is_done in ends)
 
     def wait_while_idle(self, request: object) -> bool:

@@ -86,7 +86,7 @@ class FerrySender(BaseKVSender):
         event, self._early_send_wait_event = self._early_send_wait_event, None
         self._pages += [int(page) for page in kv_indices]
         self._num_sent += num_kv_tokens or 0
-        is_computed = event.query if event is not None else self.kv_mgr.milestone()
+        is_computed = event.query if event is not None else self.kv_mgr.pages_so_far()
         self._sent.append(_Sent(is_computed, *self._readable(state_indices)))
         self._tell()
 
