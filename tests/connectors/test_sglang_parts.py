@@ -91,11 +91,7 @@ class TestFirstToken:
     )
     def test_what_is_written_into_a_row_is_read_from_it(self, rows, first):
         handoff.write(rows, 1, first, 77)
-        wanted = SimpleNamespace(
-            return_logprob=first.logprob is not None,
-            logprob=SimpleNamespace(top_logprobs_num=len(first.top_logprobs)),
-        )
-        assert handoff.read(rows, 1, wanted) == first
+        assert handoff.read(rows, 1, handoff.num_logprobs_of(first)) == first
         assert (int(rows.bootstrap_room[1, 0]), rows.bootstrap_room[0].tolist()) == (77, [9] * 8)
 
     def test_nothing_of_an_earlier_request_is_left_in_a_row_and_no_other_row_is_touched(self, rows):
@@ -124,8 +120,7 @@ class TestFirstToken:
         assert (handoff.num_logprobs_wanted(asked), handoff.num_logprobs_of(first)) == found
 
     def test_log_probabilities_are_read_only_where_they_are_wanted(self, rows):
-        wanted = SimpleNamespace(return_logprob=False, logprob=None)
-        assert handoff.read(rows, 0, wanted) == FirstToken(9)
+        assert handoff.read(rows, 0, 0) == FirstToken(9)
 
 
 class TestPrompts:

@@ -5,6 +5,7 @@ What agents do is tested with agents, and the whole with servers; this is about 
 
 from __future__ import annotations
 
+import gc
 import warnings
 from array import array
 from types import SimpleNamespace
@@ -382,6 +383,25 @@ class TestWaiting:
         receiver.ensure_abort_notified(force_arm=True)
         assert receiver.abort_notified
         assert (manager.wait_while_idle(Waiting()), news.waits) == (True, 2)
+
+    def test_one_that_has_failed_on_another_rank_keeps_no_other_from_waiting(self, new_sender, manager, news):
+        sender = self.sent(new_sender)
+        sender.poll()
+        with pytest.raises(TransferError, match="aborted"):
+            sender.failure_exception()
+        assert (manager.wait_while_idle(Waiting()), news.waits) == (True, 2)
+
+    def test_one_whose_request_is_dropped_does_not_wait_any_more(self, new_sender, manager, news):
+        """A request has its sender, which must not have the request: Python would look for such cycles much later."""
+        holding = [request()]
+        holding[0].disagg_kv_sender = self.sent(lambda: new_sender(holding[0]))
+        holding[0].disagg_kv_sender.poll()
+        gc.disable()
+        try:
+            holding.clear()
+            assert manager.wait_while_idle(Waiting())
+        finally:
+            gc.enable()
 
     def test_one_that_is_dropped_without_a_word_does_not_wait_any_more(self, manager, news):
         first, second = Waiting(), Waiting()

@@ -17,12 +17,12 @@ def num_logprobs_of(first: FirstToken) -> int:
     return 0 if first.logprob is None else 1 + len(first.top_logprobs)
 
 
-def read(buffers: Any, row: int, request: Any) -> FirstToken:
-    """What SGLang has put into a row for a request whose forward has ended."""
+def read(buffers: Any, row: int, num_logprobs: int) -> FirstToken:
+    """What SGLang has put into a row for a request whose forward has ended, and that wants so many of them."""
     token_id = int(buffers.output_ids[row, 0])
-    if not request.return_logprob:
+    if not num_logprobs:
         return FirstToken(token_id)
-    count = request.logprob.top_logprobs_num
+    count = num_logprobs - 1
     ids = buffers.output_top_logprobs_idx[row, :count].tolist()
     logprobs = buffers.output_top_logprobs_val[row, :count].tolist()
     top = tuple(zip(ids, logprobs, strict=True))

@@ -54,10 +54,10 @@ class FerrySender(BaseKVSender):
         """Promise the prompt's cache. Some versions of SGLang name ranks, which kvferry's agents find by themselves."""
         self.kv_mgr = mgr
         self.conclude_state: int | None = None
-        self._request, self._room = request_being_made(), bootstrap_room
+        self._room = bootstrap_room
         self._lease = Leased()
         self._pages: list[int] = []
-        self._num_tokens = self._num_sent = 0
+        self._num_tokens = self._num_sent = self._num_logprobs = 0
         self._sent: deque[_Sent] = deque()
         # Known once SGLang has begun with the request.
         self._row: int | None = None
@@ -66,7 +66,9 @@ class FerrySender(BaseKVSender):
             check_room(bootstrap_room)
             if not req_has_disagg_prefill_dp_rank:
                 _check_number(mgr.ranks, bootstrap_room)
-            prompt = prompt_of(self._request)
+            # The request has us: neither would be gone, nor our turn to wait be over, before Python looks for cycles.
+            request = request_being_made()
+            prompt, self._num_logprobs = prompt_of(request), handoff.num_logprobs_wanted(request)
             self._num_tokens = prompt.num_tokens
             self._lease = mgr.rank.promise(bootstrap_room, prompt)
         except Exception as error:  # noqa: BLE001 - one that leaves a constructor ends SGLang's scheduler
@@ -124,7 +126,9 @@ class FerrySender(BaseKVSender):
         return self.poll()
 
     def failure_exception(self) -> None:
-        """Raises why the request has failed."""
+        """Raises why the request has failed. SGLang asks no more how far it is: as the first that waits it would keep
+        all others from waiting."""
+        self.kv_mgr.end_wait(self)
         self._withdraw()
         if self._error is not None:
             raise self._error
@@ -165,7 +169,7 @@ class FerrySender(BaseKVSender):
         while self._sent and self._sent[0].is_computed():
             sent, first = self._sent.popleft(), None
             if sent.num_tokens == self._num_tokens:
-                first = handoff.read(self.kv_mgr.metadata, self._row or 0, self._request)
+                first = handoff.read(self.kv_mgr.metadata, self._row or 0, self._num_logprobs)
             self.kv_mgr.rank.grow(self._room, sent.tables, sent.num_tokens, first)
 
 
