@@ -208,6 +208,40 @@ def test_servers_that_keep_different_things_say_which(pair: Pair, spec):
     wait_until_free(pair.servers, FREE_S)
 
 
+# --- positions that longrope extends ---
+
+ORIGINAL, HALF_HEAD = 1024, 32
+
+
+def extended(role: str, max_tokens: int) -> ServerSpec:
+    """A server of a model that was made for ORIGINAL tokens. With more, it turns all its keys by the long factors."""
+    factors = {"short_factor": [1.0] * HALF_HEAD, "long_factor": [1.0 + 3 * at for at in range(HALF_HEAD)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": ORIGINAL, **factors}
+    config = {"max_position_embeddings": 8 * ORIGINAL, "rope_parameters": rope}
+    return ServerSpec(role, flags=("--max-model-len", str(max_tokens), "--hf-overrides", json.dumps(config)))
+
+
+def longrope(num_prefill: int, num_decode: int) -> PairSpec:
+    return replace(PLAIN, prefill=extended("kv_producer", num_prefill), decode=extended("kv_consumer", num_decode))
+
+
+@pytest.mark.parametrize("spec", [longrope(ORIGINAL, 2 * ORIGINAL)], ids=["one of them longrope"])
+def test_keys_that_only_one_server_turns_by_long_factors_are_refused(pair: Pair, spec):
+    (question,) = prompts_of((300,))
+    body = question.body(4, prefill(pair.prefill, question).params)
+    status, _, text = post(pair.decode.url, "/v1/completions", body, "longrope")
+    assert (status, json.loads(text)["error"]["code"]) == (502, "incompatible")
+    assert "model.layers.0.long.k: only the target has it" in pair.decode.log.read_text()
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.parametrize("spec", [longrope(2 * ORIGINAL, 4 * ORIGINAL)], ids=["both longrope"])
+def test_keys_that_both_turn_by_long_factors_move(pair: Pair, spec):
+    check_equal(pair, prompts_of(SIZES))
+    check_equal(pair, prompts_of((1500,), seed=1))
+    wait_until_free(pair.servers, FREE_S)
+
+
 # --- speculators with a cache of their own ---
 
 LEFT = (("transfer_draft_layers", False),)
