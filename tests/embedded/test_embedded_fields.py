@@ -95,6 +95,14 @@ def test_options_of_a_stream_are_refused_without_one(endpoint: Endpoint) -> None
         decode(endpoint, {"stream_options": {"include_usage": True}, "stream": False})
 
 
+@pytest.mark.parametrize("option", ["continuous_usage_stats", "include_obfuscation"])
+def test_an_option_of_a_stream_that_is_not_honoured_may_be_false(option: str) -> None:
+    body = {"stream": True, "stream_options": {"include_usage": True, option: False}}
+    assert decode(Endpoint.COMPLETIONS, body)
+    with pytest.raises(RequestError, match="include_usage and no other option"):
+        decode(Endpoint.COMPLETIONS, body | {"stream_options": {option: True}})
+
+
 def test_types_count() -> None:
     for fields in ({"priority": False}, {"return_prompt_text": 0}, {"use_beam_search": 0}):
         with pytest.raises(RequestError, match="is not supported"):

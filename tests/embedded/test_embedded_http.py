@@ -395,7 +395,6 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "a", "max_tokens": 5000}, "max_tokens"),
     (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {"foo": 1}}, "stream_options"),
-    (COMPLETIONS, {"prompt": "a", "stream_options": {"include_obfuscation": True}}, "stream_options"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"1024": 1}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
