@@ -68,7 +68,7 @@ async def test_only_the_last_byte_of_a_head_ends_the_wait_for_it():
     async def app(scope, receive, send):
         await answering.wait()
 
-    protocol = http._Protocol(uvicorn.Config(app, lifespan="off"), ServerState(), {})
+    protocol = http._Protocol(uvicorn.Config(app, lifespan="off", ws="none"), ServerState(), {})
     protocol.connection_made(Transport())
     timer = protocol.timeout_keep_alive_task
     for part in (b"GET / HTTP/1.1\r\n", b"host: x\r\n\r"):

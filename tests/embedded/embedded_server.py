@@ -77,7 +77,7 @@ class Served:
 async def serve(app: Starlette) -> AsyncIterator[int]:
     """Serve on a free port of this machine; yields the port."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_keep_alive=65))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none", timeout_keep_alive=65))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield listener.getsockname()[1]

@@ -304,7 +304,7 @@ async def serving(app) -> AsyncIterator[str]:
     """A real server for an ASGI app on a free port; yields its URL at once: early clients wait in the backlog."""
     listener = socket.create_server(("127.0.0.1", 0))
     # A loop that stands still for longer than a client keeps its connection is no reason to end it.
-    config = uvicorn.Config(app, log_level="error", lifespan="on", access_log=False, timeout_keep_alive=65)
+    config = uvicorn.Config(app, log_level="error", lifespan="on", access_log=False, ws="none", timeout_keep_alive=65)
     server = QuietServer(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:

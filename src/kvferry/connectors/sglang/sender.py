@@ -104,7 +104,7 @@ class FerrySender(BaseKVSender):
         """How far the request is. Before `init`, SGLang ends when it hears anything but that it may begin or that the
         request has failed."""
         self._tell()
-        is_sent = self._row is not None and self._num_sent == self._num_tokens
+        is_sent = self._num_sent == self._num_tokens
         if self._ended() is None and is_sent and not self._sent:
             self.kv_mgr.wait_while_idle(self)
         self.conclude_state = self._ended()
