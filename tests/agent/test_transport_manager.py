@@ -19,6 +19,7 @@ from kvferry.transport.machine.facts import Place
 from kvferry.transport.selection.diagnosis import LocalContext
 from kvferry.transport.selection.probe import fill_probe
 from kvferry.transport.shm.shared_memory import allocate_shared
+from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Offer, Party, Probe, TargetOffer, TransportOffer
 
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
@@ -256,6 +257,13 @@ def test_no_transport_that_works_is_an_outcome():
     manager.connect(PEER, offer("tcp"))
     (event,) = outcomes(manager)
     assert "no sockets today" in event.error
+
+
+def test_a_long_reason_why_a_transport_is_missing_fits_into_an_offer():
+    """Otherwise nobody could read the offer, and the other transports would be missing, too."""
+    manager = TransportManager("auto", [Scripted("shm")], {"tcp": "no " * 5000}, TESTS_S)
+    _, missing = decode(encode(Offer(Party("p0", "e1", 0), LAYOUT, manager.offers(), Probe(0, 0, 0)))).transports
+    assert missing.unavailable.startswith("no no")
 
 
 def test_a_peer_that_is_lost_while_it_is_being_tested_has_no_outcome():

@@ -28,7 +28,7 @@ from kvferry.session.events import (
 )
 from kvferry.session.keys import ClaimKey, SlotKey
 from kvferry.session.source.direct_write import DirectWrite
-from kvferry.session.source.early_messages import MAX_ABORTED
+from kvferry.session.source.early_messages import MAX_ABORTED, MAX_EARLY_AND_ABORTED
 from kvferry.session.source.session import SourceSession
 from kvferry.session.timing import Timing
 from kvferry.wire import messages as m
@@ -275,6 +275,22 @@ def test_no_abort_is_acknowledged_that_cannot_be_remembered(source):
         assert source.handle(said(m.Abort(THEM, f"c{number}", "l9")), 0)
     assert source.handle(said(m.Abort(THEM, "one more", "l9")), 1) == []
     assert source.handle(said(m.Abort(THEM, "one more", "l9")), 61) != []
+
+
+def test_one_claim_is_aborted_of_so_many_leases_only_as_there_is_room_for(source):
+    for number in range(MAX_EARLY_AND_ABORTED):
+        assert source.handle(said(m.Abort(THEM, "c0", f"l{number}")), 0)
+    assert source.handle(said(m.Abort(THEM, "c0", "one more")), 1) == []
+    assert source.handle(said(m.Abort(THEM, "c0", "l0")), 1) != []
+    assert source.handle(said(m.Abort(THEM, "c0", "one more")), 61) != []
+
+
+def test_a_lease_with_the_id_of_one_that_is_still_written_from_ends_at_once(source):
+    """What is written out of the older one's blocks would not find it any more, and the blocks were never free."""
+    play(source, [*WRITING, (2, LeaseWithdrawn("r1"), [CANCEL, Reply, Count])])
+    play(source, [(3, LeaseRequest("r2", "l1", ((4, 6),), 7), [LeaseEnded("r2", "lease_id_in_use")])])
+    play(source, [(4, TicketEnded(TICKET, "cancelled"), [LeaseEnded("r1", "withdrawn")])])
+    play(source, [(5, LeaseRequest("r2", "l1", ((4, 6),), 7), [])])
 
 
 def test_landed_before_it_is_written_is_refused(source):

@@ -30,10 +30,23 @@ from staging_cases import (
 
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.slots import slot_plan
-from kvferry.session.commands import Acquire, Cancel, Connect, Count, LeaseEnded, Post, Release, Reply, Stage
+from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session.commands import (
+    Acquire,
+    Cancel,
+    Connect,
+    Count,
+    Disconnect,
+    LeaseEnded,
+    Post,
+    Release,
+    Reply,
+    Stage,
+)
 from kvferry.session.events import Acquired, LeaseWithdrawn, PeerConnected, Staged, Tick, TicketEnded
 from kvferry.session.keys import ClaimKey, SlotKey
 from kvferry.wire import messages as m
+from kvferry.wire.codec import decode, encode
 
 GATHERING = [*CLAIMED, (1, said(asked(0)), [OWN_ACQUIRE]), (1, Acquired(own(0), OWN), [Stage])]
 WRITING = [*GATHERING, (2, Staged(own(0), ""), [Post])]
@@ -235,6 +248,30 @@ def test_a_gather_in_place_that_fails_leaves_nothing_under_way(session):
 def test_who_gives_up_hears_of_it_when_nothing_is_gathered_into_its_slots_any_more(session):
     play(session, [*FILLING, (2, ABORT_SAID, [])])
     play(session, [(3, Staged(own(0), ""), [Release(own(0)), Reply("x", CLEAN), LeaseEnded("r1", "aborted")])])
+
+
+def test_a_target_may_not_judge_otherwise_whether_we_are_near_while_a_claim_is_between_two_slots(session):
+    """What a target was told of the connection by which it claimed holds until the claim is over: only then does it
+    know whether it can keep us from its slots."""
+    near = structs.replace(TARGET_OFFER, staging=b"here", handshake=1)
+    told = Reply("x", m.Reached("shm", "shm", handshake=1))
+    play(session, [*CLAIMED, (1, said(near), [told]), (1, said(asked(0)), [OWN_ACQUIRE])])
+    play(session, [(2, ABORT_SAID, [Release, Reply, LeaseEnded]), (3, said(near), [Disconnect, Connect])])
+
+
+@pytest.mark.parametrize("strategy", [Strategy.PACK, Strategy.DIRECT])
+def test_an_error_of_any_length_is_told_and_fails_its_own_claim_only(session, strategy):
+    """A compiler says several kilobytes, of which a message has no room, and an error that cannot be read names no
+    claim."""
+    claim = structs.replace(CLAIM, strategy=strategy, slot_bytes=STRETCH_BYTES if strategy is Strategy.PACK else 0)
+    play(session, [*CLAIMED[:3]])
+    play(session, [(0, said(claim), [Reply] if strategy is Strategy.PACK else [Reply, Post])])
+    failed = TicketEnded(own(0), "cannot compile " * 1000)
+    if strategy is Strategy.PACK:
+        play(session, [(1, said(asked(0)), [Acquire]), (1, Acquired(own(0), OWN), [Stage])])
+        failed = Staged(own(0), failed.error)
+    (refusal,) = (one.message for one in session.handle(failed, 2.0) if isinstance(one, Reply))
+    assert (decode(encode(refusal)).claim_id, refusal.found[:14]) == ("q1", "cannot compile")
 
 
 def test_a_claim_that_has_failed_is_not_refused_again_when_its_lease_ends(session):

@@ -9,9 +9,13 @@ from kvferry.wire.messages import Reason, Refusal
 
 def refuse(peer: str, error: FerryError, claim_id: str = "") -> list[Command]:
     """Tell a peer why something cannot be, and count it."""
-    wrong = as_transfer_error(error)
-    refusal = Refusal(Reason(wrong.reason), wrong.what, wrong.found, wrong.expected, claim_id)
+    refusal = refusal_of(as_transfer_error(error), claim_id)
     return [Reply(peer, refusal), Count("refusals_sent", refusal.reason)]
+
+
+def refusal_of(error: TransferError, claim_id: str = "") -> Refusal:
+    """What a peer is told. An error's texts have been cut, so they fit into a message."""
+    return Refusal(Reason(error.reason), error.what, error.found, error.expected, claim_id)
 
 
 def as_transfer_error(error: FerryError) -> TransferError:

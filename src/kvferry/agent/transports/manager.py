@@ -11,7 +11,7 @@ from itertools import islice
 
 from kvferry.agent.memory.peer_slots import PeerSlots
 from kvferry.agent.transports.negotiation import Negotiation, PeerReport, name_of
-from kvferry.errors import ConfigurationError, TransportError
+from kvferry.errors import MAX_TEXT, ConfigurationError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Post
 from kvferry.session.events import PeerConnected, PeerMoved, PeerUnreachable, TicketEnded
@@ -47,7 +47,12 @@ def _offer(name: str, transport: Transport) -> TransportOffer:
         return TransportOffer(name, transport.descriptor(), "")
     except TransportError as error:
         # This rank may still read over it.
-        return TransportOffer(name, b"", str(error))
+        return _missing(name, str(error))
+
+
+def _missing(name: str, reason: str) -> TransportOffer:
+    """With a longer reason than a message may hold, nobody could read our offer."""
+    return TransportOffer(name, b"", reason[:MAX_TEXT])
 
 
 class TransportManager:
@@ -128,8 +133,7 @@ class TransportManager:
     def offers(self) -> tuple[TransportOffer, ...]:
         """What peers need to reach the registered memory, and the reasons why other transports are missing."""
         offers = [_offer(name, transport) for name, transport in self._transports.items()]
-        missing = [TransportOffer(name, b"", reason) for name, reason in self._unavailable.items()]
-        return (*offers, *missing)
+        return (*offers, *(_missing(name, reason) for name, reason in self._unavailable.items()))
 
     def with_access(self, offers: Sequence[TransportOffer], source: Party) -> tuple[TransportOffer, ...]:
         """These offers with access of the source's own, where there is such a thing. Their memory is what was

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from kvferry.errors import TransferError
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import NOTHING, Direction
 from kvferry.plan.programs.program import Program
@@ -16,6 +17,7 @@ from kvferry.plan.slots.slot_plan import StagedRequest
 from kvferry.session.commands import Cancel, Command, Post
 from kvferry.session.events import Acquired, Ahead, Staged, TicketEnded
 from kvferry.session.keys import ClaimKey, SlotKey, WorkKey
+from kvferry.session.refusals import refusal_of
 from kvferry.wire.messages import Grant, Queued, Reason, Refusal, Written
 
 MIN_AHEAD = 2
@@ -65,7 +67,8 @@ class DirectWrite:
         """Its progress, while its lease is live. `Queued` keeps the target waiting: a prefill may do so, and bytes that
         move, not a write that hangs."""
         if self.error:
-            return Refusal(Reason.TRANSPORT, "the write failed", self.error, "", self.key.claim_id)
+            error = TransferError(Reason.TRANSPORT, "the write failed", found=self.error)
+            return refusal_of(error, self.key.claim_id)
         has_progressed, self.has_progressed = self.has_progressed, False
         if self.is_open and (has_progressed or not self.uses):
             return Queued(self.key.claim_id)

@@ -15,6 +15,8 @@ MAX_EARLY = 1024
 MAX_EARLY_OF_ONE = 128
 # Aborts are sent by whoever can connect.
 MAX_ABORTED = 1 << 14
+# One aborted claim may be said to be of any number of leases.
+MAX_EARLY_AND_ABORTED = MAX_EARLY + MAX_ABORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class EarlyMessage:
 
 class EarlyMessages:
     """At most one message per lease and party. Of claims, which can be long, there are `MAX_EARLY` in all at most, and
-    `MAX_EARLY_OF_ONE` of one peer; of aborts no more than are remembered (`AbortedClaims`).
+    `MAX_EARLY_OF_ONE` of one peer; of all messages `MAX_EARLY_AND_ABORTED`.
 
     All have the same patience: deadlines ascend in the order in which messages are added.
     """
@@ -46,6 +48,8 @@ class EarlyMessages:
         known = self._waiting.get(key)
         replaces_claim = known is not None and isinstance(known.message, Claim)
         if isinstance(early.message, Claim) and not (replaces_claim or self._claims.has_room(early.peer)):
+            return False
+        if known is None and len(self._waiting) >= MAX_EARLY_AND_ABORTED:
             return False
         if known is not None:
             self._claims.remove(known)

@@ -60,9 +60,10 @@ class LeaseTable:
 
     @property
     def writing(self) -> set[Party]:
-        """Targets that we may be writing to."""
+        """Targets that we write to, or will as soon as they ask for a slot, or tokens are computed."""
         # A lease that is written from has not released its blocks, so the many that are over need not be looked at.
-        return {key.party for lease in self._by_request.values() for key in lease.writes if lease.is_writing}
+        writes = (write for lease in self._by_request.values() for write in lease.writes.values())
+        return {write.key.party for write in writes if write.is_open or not (write.is_written or write.error)}
 
     def moved(self, target: Remote, now: float) -> None:
         """Note that bytes move to a target, to tell it when it asks. Not for ever: they may be another write's."""

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from kvferry.errors import FerryError, RequestError
+from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.slots.slot_plan import Slot, SlotPlan, StagedRequest
 from kvferry.plan.strategy.strategies import Side
 from kvferry.session.commands import Acquire, Cancel, Command, Post, Release, Reply, Stage
 from kvferry.session.events import Acquired, Staged, TicketEnded
 from kvferry.session.keys import ClaimKey, SlotKey, WorkKey
+from kvferry.session.refusals import refusal_of
 from kvferry.session.slot import SlotState, SlotUse
 from kvferry.wire.messages import Grant, Pack, Packed, Queued, Reason, Refusal, Renewed
 
@@ -57,7 +58,8 @@ class PackedWrite:
     def status(self) -> Grant | Refusal:
         """Its progress, while its lease is live."""
         if self.error:
-            return Refusal(Reason.TRANSPORT, "a slot could not be written", self.error, "", self.key.claim_id)
+            error = TransferError(Reason.TRANSPORT, "a slot could not be written", found=self.error)
+            return refusal_of(error, self.key.claim_id)
         return Grant(self.key.claim_id, (), self._num_missing)
 
     @property

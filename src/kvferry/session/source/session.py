@@ -99,8 +99,9 @@ class SourceSession:
 
     def _lease(self, event: e.LeaseRequest, now: float) -> list[Command]:
         known = self._leases.get(event.lease_id)
-        if known is not None and known.live and known.request.request_id != event.request_id:
-            # Whoever reads by that id reads the other one's blocks, and nobody ever would these.
+        if known is not None and not known.is_freed and known.request.request_id != event.request_id:
+            # Whoever reads by that id reads the other one's blocks, and nobody ever would these. If the other one has
+            # ended, what is still written out of its blocks has to find it by its id.
             return [LeaseEnded(event.request_id, LEASE_ID_IN_USE)]
         self._leases.open(event, now)
         early = self._early.opened(event.lease_id)
@@ -308,8 +309,10 @@ class SourceSession:
         if not self._aborted.add(abort.party, abort.claim_id, now + self._timing.tombstone_s):
             return []
         if lease is None:
-            self._early.add(abort.lease_id, EarlyMessage(peer, abort, now + self._timing.early_claim_s))
-            return [Reply(peer, m.Aborted(abort.claim_id, self._identity.party.epoch, is_clean=True))]
+            is_kept = self._early.add(abort.lease_id, EarlyMessage(peer, abort, now + self._timing.early_claim_s))
+            return (
+                [Reply(peer, m.Aborted(abort.claim_id, self._identity.party.epoch, is_clean=True))] if is_kept else []
+            )
         lease.waiting.pop(abort.party, None)
         commands = list(self._writes.abort(peer, ClaimKey(abort.lease_id, abort.party, abort.claim_id), lease))
         if lease.live and (not lease.claims or lease.has_granted(abort.party, abort.claim_id)):
