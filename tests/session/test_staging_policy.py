@@ -47,9 +47,8 @@ def test_strategies_have_names():
 
 
 def test_what_is_left_without_packing():
-    StagingPolicy(AUTO, 1).check_without_packing("p0")
-    with pytest.raises(TransferError, match="p0 cannot write"):
-        StagingPolicy((Strategy.PACK,), 1).check_without_packing("p0")
+    assert not StagingPolicy(AUTO, 1).is_packing_only
+    assert StagingPolicy((Strategy.PACK,), 1).is_packing_only
 
 
 def test_a_slot_goes_round_once():

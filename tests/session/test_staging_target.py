@@ -14,6 +14,7 @@ from staging_cases import (
     PACKING,
     REACHED,
     READ_CLAIM,
+    SOURCE_LAYOUT,
     SOURCE_TABLES,
     STRETCH_BYTES,
     TARGET_OFFER,
@@ -40,6 +41,7 @@ from kvferry.session.commands import (
     Acquire,
     BlocksReleased,
     Cancel,
+    Connect,
     Count,
     Disconnect,
     Fetched,
@@ -51,6 +53,7 @@ from kvferry.session.commands import (
 )
 from kvferry.session.events import AbortRequest, Acquired, HostSilent, PeerMoved, Staged, Tick, TicketEnded
 from kvferry.session.keys import ReadKey, SlotKey
+from kvferry.session.target.read_strategy import AUTO
 from kvferry.wire import messages as m
 
 pytestmark = pytest.mark.usefixtures("three_slots_at_a_time")
@@ -310,17 +313,43 @@ def test_bytes_of_other_reads_are_no_reason_to_wait_for_slots():
     assert failed_at[0] <= TIMING.transfer_s + 2
 
 
+NOT_REACHED = answer(m.Refusal(m.Reason.UNREACHABLE, "no transport reaches the target", "", "", ""))
+
+
 def test_who_cannot_be_written_to_does_without_packing():
-    refusal = answer(m.Refusal(m.Reason.UNREACHABLE, "no transport reaches the target", "", "", ""))
     session = target(Strategy.SCATTER, Strategy.PACK)
     slow_rows = replace(CONNECTED, costs=replace(TYPICAL_HOST, row_s=1.0))
     play(
         session,
-        [*met(), (0.3, slow_rows, [Send(PEER, TARGET_OFFER, access=SOURCE)]), (0.4, refusal, [Count, READ_CLAIM])],
+        [*met(), (0.3, slow_rows, [Send(PEER, TARGET_OFFER, access=SOURCE)]), (0.4, NOT_REACHED, [Count, READ_CLAIM])],
     )
-    session = target(Strategy.PACK)
-    commands = play(session, OFFERING) and session.handle(refusal, 0.4)
+
+
+STAGED_OFFER = answer(m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0), is_staged=True))
+STAGED_OFFERING = [*OFFERING[:2], (0.2, STAGED_OFFER, [Connect]), OFFERING[-1]]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "offering"), [((Strategy.PACK,), OFFERING), (AUTO, STAGED_OFFERING)], ids=["pack", "staged source"]
+)
+def test_a_source_that_could_not_write_to_us_is_asked_again_where_nothing_else_is_left(allowed, offering):
+    session = target(*allowed)
+    commands = play(session, offering) and session.handle(NOT_REACHED, 0.4)
     assert "cannot write to our staging memory" in str(failure(commands))
+    second = replace(WANTED, request_id="q2")
+    assert "cannot write" in str(failure(session.handle(second, 0.3 + TIMING.handshake_s)))
+    again, answered = 0.5 + TIMING.handshake_s, answer(m.Aborted("q1", "epoch-1"))
+    play(session, [(again, answered, []), (again, replace(WANTED, request_id="q3"), [OFFERING[-1][2][0]])])
+    (claim,) = session.handle(REACHED, again + 1)
+    assert claim.message.strategy is Strategy.PACK
+
+
+def test_a_source_that_has_needed_longer_to_connect_to_us_may_write():
+    session = target(Strategy.PACK)
+    play(session, OFFERING)
+    late = 0.3 + TIMING.handshake_s
+    assert "cannot write" in str(failure(session.handle(Tick(), late)))
+    play(session, [(late + 0.1, REACHED, []), (late + 0.2, replace(WANTED, request_id="q2"), [Send])])
 
 
 def test_a_host_that_ignores_new_connections_may_still_write_to_us():

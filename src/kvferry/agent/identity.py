@@ -12,7 +12,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.target.peers.handshakes import TargetIdentity
-from kvferry.session.target.read_strategy import through_staging_only
+from kvferry.session.target.read_strategy import StagingPolicy, through_staging_only, without_packing
 from kvferry.transport.descriptors import host_here
 from kvferry.transport.selection.probe import NUM_MARKS, PROBE_BYTES, allocation_bytes, fill_probe
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
@@ -38,7 +38,8 @@ def target_identity(
     """What sources are told about this rank, and how it wants to be served. `revocable` has the names of the transports
     by which a source has access of its own.
 
-    Raises ConfigurationError for a strategy or a direction that cannot work with such a cache.
+    Raises ConfigurationError for a strategy or a direction that cannot work with such a cache, or with so many ranks
+    that their layouts cannot be sent to a source, as they must be where it writes.
     """
     found = TargetIdentity(
         identity.party,
@@ -53,15 +54,22 @@ def target_identity(
     )
     offer = TargetOffer(found.party, found.layouts, found.transports, found.probe, found.staging_descriptor)
     num_bytes = len(encode(offer))
-    if found.direction is Direction.WRITE and num_bytes > MAX_REQUEST_BYTES:
-        raise ConfigurationError(
-            "the layouts of this engine are too large for a push",
-            found=f"{num_bytes:,} bytes",
-            expected=f"at most {MAX_REQUEST_BYTES:,}",
-            hint="choose the direction pull",
-        )
-    # A source cannot write into blocks that are reached through staging memory only, or whose layouts it cannot be
-    # sent.
-    may_switch_direction = config.may_switch_direction and not identity.is_staged and num_bytes <= MAX_REQUEST_BYTES
+    may_switch_direction = config.may_switch_direction
+    if num_bytes > MAX_REQUEST_BYTES:
+        found, may_switch_direction = replace(found, staging=_only_read(found, num_bytes)), False
+    # A source cannot write into blocks that are reached through staging memory only.
+    may_switch_direction = may_switch_direction and not identity.is_staged
     may_leave_host = bool(config.token)
     return replace(found, may_switch_direction=may_switch_direction, may_leave_host=may_leave_host, revocable=revocable)
+
+
+def _only_read(ours: TargetIdentity, num_bytes: int) -> StagingPolicy:
+    """The strategies by which no source writes. Raises ConfigurationError if the user wants another one."""
+    if ours.direction is Direction.READ and not ours.staging.is_packing_only:
+        return without_packing(ours.staging)
+    raise ConfigurationError(
+        "the layouts of this engine are too large to be sent to a source that writes",
+        found=f"{num_bytes:,} bytes, the direction {ours.direction}, the strategy {' or '.join(ours.staging.allowed)}",
+        expected=f"at most {MAX_REQUEST_BYTES:,} bytes, or only reads",
+        hint="choose the direction pull, and another strategy than pack",
+    )

@@ -95,16 +95,10 @@ class StagingPolicy:
             )
         return TransferMode(Direction.WRITE, Strategy.PACK)
 
-    def check_without_packing(self, source: str) -> None:
-        """Raises TransferError when nothing is left for a source that cannot write to our staging memory."""
-        if all(each.source_gathers for each in self.allowed):
-            raise TransferError(
-                Reason.UNREACHABLE,
-                f"{source} cannot write to our staging memory, and nothing else is allowed",
-                found="no transport from the source to this engine passed its self-test",
-                expected="one that does, or another strategy",
-                hint="choose another --transport for both engines, or the strategy auto",
-            )
+    @property
+    def is_packing_only(self) -> bool:
+        """Whether nothing is left for a source that cannot write to our staging memory."""
+        return all(each.source_gathers for each in self.allowed)
 
     def before_read(self, copies: Copies, costs: Costs, starts: RegionStarts) -> Strategy:
         """DIRECT or SCATTER, now that the rows are known."""
@@ -129,6 +123,17 @@ class StagingPolicy:
     def _cheapest(self, counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Price:
         costs = _in_slots(costs, self.slot_bytes) if self.slot_bytes else costs
         return next(price for price in prices(counts, costs) if price.strategy in allowed)
+
+
+def cannot_write(source: str) -> TransferError:
+    """Of a source from which nothing comes but through our staging memory."""
+    return TransferError(
+        Reason.UNREACHABLE,
+        f"{source} cannot write to our staging memory, and its cache can come in no other way",
+        found="no transport from the source to this engine passed its self-test",
+        expected="one that does, or another strategy where its blocks can be read",
+        hint="choose another --transport for both engines, or the strategy auto",
+    )
 
 
 @lru_cache(maxsize=256)
@@ -165,6 +170,11 @@ def through_staging_only(policy: StagingPolicy) -> StagingPolicy:
             expected="auto, scatter or pack",
         )
     return StagingPolicy(allowed, policy.slot_bytes)
+
+
+def without_packing(policy: StagingPolicy) -> StagingPolicy:
+    """The policy for a rank to which no source may write, where it allows something else."""
+    return StagingPolicy(tuple(each for each in policy.allowed if not each.source_gathers), policy.slot_bytes)
 
 
 NO_STAGING = StagingPolicy((Strategy.DIRECT,), 0)

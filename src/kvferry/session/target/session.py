@@ -219,7 +219,7 @@ class TargetSession:
             for fetch, _ in f.reads_of(self._fetches, peer.key, refusal.claim_id, *f.WAITING):
                 yield f.FetchBroken(fetch, error)
         elif refusal.reason == Reason.UNREACHABLE and peer.machine.allows("refused"):
-            yield from self._peers.not_reached(peer, refusal.reason)
+            yield from self._peers.not_reached(peer, refusal.reason, now)
         else:
             yield PeerLost(peer.key, error)
 

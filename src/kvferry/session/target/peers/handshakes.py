@@ -164,6 +164,9 @@ class Handshakes:
         peer.note_reached(reached, self._ours.revocable)
         if peer.direction is Direction.WRITE or peer.machine.state is PeerState.OFFERING:
             yield from self.connected(PeerConnected(peer.key, reached.transport, reached.choice), now)
+        elif peer.can_write is CanWrite.NO:
+            # Its tests took longer than we have waited.
+            peer.can_write = CanWrite.YES
 
     def connected(self, event: PeerConnected, now: float) -> Iterator[Step]:
         """A transport works, in one direction or in both."""
@@ -208,10 +211,10 @@ class Handshakes:
             peer.is_told_unneeded = True
             yield Send(peer.key, m.Renew(self._ours.party, ()))
 
-    def not_reached(self, peer: Peer, reason: Reason) -> Iterator[Step]:
+    def not_reached(self, peer: Peer, reason: Reason, now: float) -> Iterator[Step]:
         """A source that we read from cannot connect to our memory: it is used nevertheless."""
         peer.machine.move("refused")
-        peer.can_write, peer.is_switching_direction = CanWrite.NO, False
+        peer.can_write, peer.not_reached_at, peer.is_switching_direction = CanWrite.NO, now, False
         yield Count("targets_not_reached", reason)
         yield PeerReady(peer.key)
 
@@ -231,7 +234,7 @@ class Handshakes:
         """Repeat a question that has not been answered for a while, and check whether the peer is alive: a busy peer
         may answer later, one whose process has ended never will. A handshake that takes too long is given up."""
         if now >= peer.deadline and peer.machine.allows("refused"):
-            yield from self.not_reached(peer, Reason.DEADLINE)
+            yield from self.not_reached(peer, Reason.DEADLINE, now)
         elif now >= peer.deadline:
             yield PeerLost(peer.key, self._too_late(peer))
         elif now - peer.last_sent >= self._timing.resend_s:

@@ -43,8 +43,8 @@ class CanWrite(StrEnum):
 class Peer:
     """One source rank as its target sees it. The handshake must be over by the `deadline`; `handshake` is its number
     among those of all sources, once the source has offered its memory. With `is_told_unneeded` the source has been told
-    that it is over although nothing is claimed from it. Where it `is_revocable`, what it writes to our memory is
-    written by access of its own."""
+    that it is over although nothing is claimed from it. At `not_reached_at` it could last not connect to our memory.
+    Where it `is_revocable`, what it writes to our memory is written by access of its own."""
 
     key: PeerKey
     machine: StateMachine
@@ -60,6 +60,7 @@ class Peer:
     choice: str = ""
     costs: Costs = TYPICAL_AGENTS
     can_write: CanWrite = CanWrite.UNKNOWN
+    not_reached_at: float = float("-inf")
     is_revocable: bool = False
     is_switching_direction: bool = False
     is_told_unneeded: bool = False

@@ -27,7 +27,7 @@ from kvferry.session.refusals import as_transfer_error
 from kvferry.session.target.peers.bindings import Binding, Bindings
 from kvferry.session.target.peers.handshakes import Handshakes, TargetIdentity
 from kvferry.session.target.peers.peer import CanWrite, Peer
-from kvferry.session.target.read_strategy import TransferMode, beside
+from kvferry.session.target.read_strategy import TransferMode, beside, cannot_write
 from kvferry.session.target.reads.fetch import (
     ASKING,
     UNGRANTED,
@@ -64,7 +64,7 @@ class Reads:
             return
         try:
             binding = self._binding(fetch)
-            modes = {key: self._mode_for(fetch.request, self._peers[key], binding) for key in binding.programs}
+            modes = {key: self._mode_for(fetch.request, self._peers[key], binding, now) for key in binding.programs}
             offering = [self._peers[key] for key, mode in modes.items() if _needs_offer(self._peers[key], mode)]
             for peer in offering:
                 yield from self._peers.offer_memory(peer, now)
@@ -102,7 +102,7 @@ class Reads:
             del self._fetches[fetch.request.claim_id]
             yield Fetched(fetch.request.request_id, fetch.report("", "", now))
 
-    def _mode_for(self, request: FetchRequest, peer: Peer, binding: Binding) -> TransferMode:
+    def _mode_for(self, request: FetchRequest, peer: Peer, binding: Binding, now: float) -> TransferMode:
         """Who moves the bytes from one source, and how. Raises TransferError when it cannot be as it has to be."""
         mode = TransferMode(peer.direction)
         if request.num_tokens:
@@ -110,9 +110,14 @@ class Reads:
             mode = self._staging.before_claim(binding.programs[peer.key], request.ranges, costs, peer.direction)
         if request.num_tokens and peer.is_staged:
             mode = self._staging.packing_only(str(peer.key))
-        if mode.strategy.source_gathers and peer.can_write is CanWrite.NO:
-            self._staging.check_without_packing(str(peer.key))
-            mode = TransferMode(peer.direction)
+        if not mode.strategy.source_gathers or peer.can_write is not CanWrite.NO:
+            return mode
+        if not (self._staging.is_packing_only or peer.is_staged):
+            return TransferMode(peer.direction)
+        if now - peer.not_reached_at < self._timing.handshake_s:
+            raise cannot_write(str(peer.key))
+        # It may have been too busy, as all are when a fleet starts, and nothing else is left: it is asked again.
+        peer.can_write = CanWrite.UNKNOWN
         return mode
 
     def _claim_of(self, fetch: Fetch, key: PeerKey) -> Claim:
