@@ -6,12 +6,18 @@ from pathlib import Path
 
 import yaml
 
+from kvferry.http.request_fields import DecodeOnlyReason
+from kvferry.router.answers.refusals import FOR_WANT_OF_PREFILL
+from kvferry.router.flow.outcomes import OF_THE_REQUEST
 from kvferry.wire.messages import Reason
 
 ROOT = Path(__file__).parents[1]
+ROUTER = (ROOT / "docs/router.md").read_text()
 METRICS = (ROOT / "docs/metrics.md").read_text()
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 COUNTER = r'(?:Counter|_counter|CounterMetricFamily)\(\s*f?"([\w{}]+)"'
+# Requests that clients write, and what the router's own options or policy leave to decode engines.
+AS_WANTED = {*DecodeOnlyReason, "short_prompt", "cached_prompt", "ttft", "policy", "unknown_model", "prefill_refused"}
 GAUGE = r'(?:Gauge|_gauge|GaugeMetricFamily|Histogram|_histogram)\(\s*"(\w+)"'
 
 
@@ -32,7 +38,7 @@ def families():
 def test_every_metric_is_documented_and_no_other():
     written = set(re.findall(r"^\| `(kvferry_\w+)`", METRICS, re.MULTILINE))
     assert written == set(families())
-    assert len(written) == 42
+    assert len(written) == 44
 
 
 def test_every_reason_of_a_failed_transfer_is_documented_and_no_other():
@@ -43,9 +49,8 @@ def test_every_reason_of_a_failed_transfer_is_documented_and_no_other():
 
 def rules():
     """The alarms that are suggested."""
-    return yaml.safe_load(re.search(r"^```yaml\n(.*?)^```$", METRICS, re.MULTILINE | re.DOTALL)[1])["groups"][0][
-        "rules"
-    ]
+    (text,) = re.findall(r"^```yaml\n(groups:.*?)^```$", METRICS, re.MULTILINE | re.DOTALL)
+    return yaml.safe_load(text)["groups"][0]["rules"]
 
 
 def test_every_alarm_asks_for_a_metric_that_exists():
@@ -58,11 +63,30 @@ def test_every_alarm_asks_for_a_metric_that_exists():
 
 
 def test_every_reason_that_an_alarm_names_is_one():
-    reasons = set(re.findall(r"^\| (`.+?) \|", (ROOT / "docs/router.md").read_text(), re.MULTILINE))
+    reasons = set(re.findall(r"^\| (`.+?) \|", ROUTER, re.MULTILINE))
     known = {name for cell in reasons for name in re.findall(r"`(\w+)`", cell)} | set(Reason)
     for rule in rules():
         for named in re.findall(r'reason=~?"([^"]+)"', rule["expr"]):
             assert set(named.split("|")) <= known
+
+
+def reasons_without_prefill():
+    """Those of the router's table."""
+    table = re.search(r"^\| reason \| why there was no prefill .*?\n\n", ROUTER, re.MULTILINE | re.DOTALL)[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:] if line]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_every_reason_against_a_cache_is_in_the_routers_table():
+    assert set(OF_THE_REQUEST) <= reasons_without_prefill()
+    assert set(FOR_WANT_OF_PREFILL) <= reasons_without_prefill()
+
+
+def test_an_alarm_is_told_of_every_request_without_prefill_that_nobody_wanted_so():
+    (rule,) = [rule for rule in rules() if rule["alert"] == "WithoutPrefill"]
+    alarming = set(re.search(r'reason=~"([^"]+)"', rule["expr"])[1].split("|"))
+    assert alarming | AS_WANTED == reasons_without_prefill()
+    assert not alarming & AS_WANTED
 
 
 def expressions():

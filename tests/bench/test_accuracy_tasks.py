@@ -19,7 +19,7 @@ from kvferry.bench.accuracy.client import Server
 from kvferry.bench.accuracy.lm_eval import Evaluation, EvaluationError, _pass_on, _run, read_folder
 from kvferry.bench.accuracy.samples import Sample, TaskComparison, TaskRuns, named, read_samples, task_faults
 from kvferry.cli.bench import accuracy_tasks
-from kvferry.cli.bench.accuracy_tasks import _ended_by_sigterm, _num_split
+from kvferry.cli.bench.accuracy_tasks import _ended_by_sigterm, _num_split, _runs
 from kvferry.cli.main import app
 from kvferry.errors import ConfigurationError
 
@@ -266,6 +266,15 @@ kvferry_router_lost_caches_total{prefill="p",decode="d",reason="peer_lost"} 3
         with metrics(text) as server:
             assert _num_split(server) == expected
     assert _num_split(server) is None, "nobody is there any more"
+
+
+def test_no_fewer_than_none_are_split(monkeypatch):
+    """Two requests of which both lost their cache, and decode then answered alone."""
+    counted = iter((5, 3))
+    monkeypatch.setattr(accuracy_tasks, "_num_split", lambda _: next(counted))
+    monkeypatch.setattr(Evaluation, "run", lambda *_: {})
+    server = Server("http://127.0.0.1:1", "m")
+    assert _runs(Evaluation(("a",)), server, server, with_control=False).split.num_split == 0
 
 
 def test_without_lm_eval_it_is_said_how_to_install_it(monkeypatch):

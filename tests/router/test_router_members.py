@@ -28,6 +28,7 @@ from kvferry.router.http.app import create_app
 from kvferry.router.http.status import readiness
 from kvferry.router.policy.records import Instance, Limits, NoInstance, RequestCost, Role, SkipPrefill, UseInstance
 from kvferry.router.telemetry.metrics import Metrics
+from kvferry.wire.messages import Reason
 
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
 D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
@@ -240,6 +241,37 @@ def test_what_left_is_not_measured_any_more():
     shown = metrics.render().decode()
     assert D0.url not in shown
     assert P0.url in shown
+
+
+def test_pairs_that_keep_failing_are_counted_while_both_of_them_answer():
+    metrics = Metrics()
+    pool = InstancePool((P0, P1, D0), metrics)
+    for instance in (P0, P1, D0):
+        pool.probed(instance, ProbeResult.READY, "")
+
+    def num_broken():
+        pool.show()
+        (line,) = [line for line in metrics.render().decode().splitlines() if line.startswith("kvferry_router_broken")]
+        return float(line.split()[1])
+
+    pool.lost((P1, D0), "transport", None)
+    assert num_broken() == 0
+    for _ in range(PAIR_BREAKER.num_failures):
+        pool.lost((P0, D0), "transport", None)
+    assert num_broken() == 1
+    pool.probed(P0, ProbeResult.DOWN, "")
+    assert num_broken() == 0
+    pool.probed(P0, ProbeResult.READY, "")
+    assert num_broken() == 1
+    pool.arrived((P0, D0))
+    assert num_broken() == 0
+
+
+def test_no_failed_transfer_is_the_first_of_its_series():
+    """An alarm looks at what a counter grows by."""
+    shown = Metrics().render().decode()
+    for reason in Reason:
+        assert f'kvferry_router_transfer_failures_total{{reason="{reason}"}} 0.0' in shown
 
 
 def test_so_many_instances_and_pairs_have_metrics_of_their_own():
@@ -524,6 +556,14 @@ async def test_the_pair_whose_caches_do_not_arrive_is_taken_out_by_traffic():
         assert 'reason="transport"' in await c.metrics()
 
 
+async def counts_lost(c, reason):
+    """Every prompt was computed twice: the counters say so, though no pair is to blame."""
+    named = f'prefill="{c.prefill[0].url}",reason="{reason}"'
+    for labels in (f'failures_total{{reason="{reason}"', f'lost_caches_total{{decode="{c.decode[0].url}",{named}'):
+        (line,) = [line for line in (await c.metrics()).splitlines() if labels in line]
+        assert line.endswith(f"}} {PAIR_BREAKER.num_failures + 1:.1f}"), line
+
+
 @pytest.mark.parametrize("is_told_by", ["header", "error"])
 async def test_prompts_that_are_read_differently_take_out_no_pair(is_told_by):
     async def refusing(request, seen):
@@ -537,6 +577,7 @@ async def test_prompts_that_are_read_differently_take_out_no_pair(is_told_by):
             assert (await c.complete()).status == 200
         assert len(c.prefill[0].seen) == PAIR_BREAKER.num_failures + 1
         assert (await c.members())["broken_pairs"] == []
+        await counts_lost(c, "wrong_prompt")
 
 
 @pytest.mark.parametrize("reason", ["unnamed_prompt", "prompt_logprobs"])
@@ -546,6 +587,7 @@ async def test_prompts_that_a_decode_engine_computes_on_purpose_take_out_no_pair
             assert (await c.complete()).status == 200
         assert len(c.prefill[0].seen) == PAIR_BREAKER.num_failures + 1
         assert (await c.members())["broken_pairs"] == []
+        await counts_lost(c, reason)
 
 
 async def test_too_much_to_do_is_429_with_a_time_to_come_back():

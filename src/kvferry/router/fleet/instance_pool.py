@@ -266,6 +266,7 @@ class InstancePool:
             # Health as well: there may be room for an instance's series only now.
             self._metrics.show_health(state.instance, state.healthy, state.ready)
             self._metrics.show_failing(state.instance, state.breaker.state(now) is not BreakerState.CLOSED)
+        self._metrics.broken_pairs.set(self._num_broken_pairs(now))
         if self._last_prefill_query is not None:
             self._metrics.skip_threshold.set(threshold_tokens(self._last_prefill_query))
 
@@ -287,9 +288,13 @@ class InstancePool:
         if self.pairs.succeeded(pair):
             logger.info("transfers from %s to %s work again", *_urls(pair))
 
-    def lost(self, pair: Pair, reason: str, trial: Trial | None) -> None:
-        """Note that a cache did not get from one instance to the other."""
+    def count_lost(self, pair: Pair, reason: str) -> None:
+        """Count a cache that did not get from one instance to the other."""
         self._metrics.lost_cache(*_urls(pair), reason)
+
+    def lost(self, pair: Pair, reason: str, trial: Trial | None) -> None:
+        """Note that a cache did not get from one instance to the other, for which the pair is to blame."""
+        self.count_lost(pair, reason)
         if self.pairs.failed(pair, self.now, trial):
             message = "transfers from %s to %s keep failing (%s): they are not paired for a while"
             logger.warning(message, *_urls(pair), reason)
@@ -299,6 +304,11 @@ class InstancePool:
         if self.kinds.failed(kind, self.now, trial):
             message = "prefill keeps failing for requests with %s: they go to decode alone for a while"
             logger.warning(message, kind.words)
+
+    def _num_broken_pairs(self, now: float) -> int:
+        """How many pairs keep failing, not counting those of which one is down: that is told of the instance."""
+        healthy = {state.instance for state in self.states if state.healthy}
+        return sum(healthy.issuperset(pair) for pair in self.pairs.not_closed(now))
 
     def _forget_process(self, instance: Instance) -> None:
         self.pairs.forget(lambda pair: instance in pair)

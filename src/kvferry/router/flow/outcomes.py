@@ -245,7 +245,9 @@ class OutcomeRecorder:
 
     def _lost(self, pair: Pair, reason: str) -> None:
         """Note that a cache has not come. Where the reason lies in the request, the pair is not to blame."""
-        if reason not in OF_THE_REQUEST:
+        if reason in OF_THE_REQUEST:
+            self._pool.count_lost(pair, reason)
+        else:
             self._pool.lost(pair, reason, self._pair_trial)
 
     def _remember(self, reservation: Reservation) -> None:

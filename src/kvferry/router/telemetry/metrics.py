@@ -18,6 +18,7 @@ from kvferry.http.histogram_buckets import PHASE_BUCKETS_S
 from kvferry.router.commands import Count, Counted
 from kvferry.router.policy.records import Instance
 from kvferry.router.telemetry.series_by_url import SeriesByUrl
+from kvferry.wire.messages import Reason
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -73,6 +74,15 @@ class Metrics:
         self._lost_caches = self._counter(
             "kvferry_router_lost_caches", "Failed cache transfers between instances.", "prefill", "decode", "reason"
         )
+        # By pair, a series begins with its first failure, so nothing that looks at what a counter grows by sees that.
+        self._transfer_failures = self._counter(
+            "kvferry_router_transfer_failures", "Failed cache transfers, by reason alone.", "reason"
+        )
+        for reason in Reason:
+            self._transfer_failures.labels(reason)
+        self.broken_pairs = self._gauge(
+            "kvferry_router_broken_pairs", "Pairs of healthy instances between which transfers keep failing."
+        )
         self._errors = self._counter(
             "kvferry_router_instance_errors", "Failed requests to an instance.", *INSTANCE, "reason"
         )
@@ -126,6 +136,7 @@ class Metrics:
         return self._of(self._inter_token, self._by_url.name(url)).observe
 
     def lost_cache(self, prefill_url: str, decode_url: str, reason: str) -> None:
+        self._transfer_failures.labels(reason).inc()
         self._of(self._lost_caches, *self._by_url.names(prefill_url, decode_url), reason).inc()
 
     def instance_error(self, instance: Instance, reason: str) -> None:
