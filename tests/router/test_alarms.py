@@ -159,3 +159,24 @@ def test_the_first_wrong_bytes_are_told_of(tmp_path):
     fleet.run(HOUR)
     found = {10 * MINUTE - EVERY_S: set(), 11 * MINUTE: {"WrongBytes"}, 20 * MINUTE: {"WrongBytes"}}
     check_alarms(fleet, {**found, 30 * MINUTE: set()}, tmp_path)
+
+
+@needs_promtool
+def test_an_engine_that_is_down_is_told_of_until_it_is_back(tmp_path):
+    fleet = Fleet(P0, P1, D0)
+    fleet.run(10 * MINUTE)
+    fleet.pool.probed(P0, ProbeResult.DOWN, "")
+    fleet.run(2 * HOUR)
+    fleet.pool.probed(P0, ProbeResult.READY, "")
+    fleet.run(3 * HOUR)
+    down = {second: {"InstanceDown"} for second in range(12 * MINUTE, 2 * HOUR, EVERY_S)}
+    check_alarms(fleet, {10 * MINUTE: set(), **down, 2 * HOUR + MINUTE: set(), 3 * HOUR - MINUTE: set()}, tmp_path)
+
+
+@needs_promtool
+def test_an_engine_that_is_starting_is_not_down_before_an_hour_has_passed(tmp_path):
+    fleet = Fleet(P0, D0)
+    fleet.run(10 * MINUTE)
+    fleet.join(P1, ProbeResult.DOWN)
+    fleet.run(3 * HOUR)
+    check_alarms(fleet, {60 * MINUTE: set(), 80 * MINUTE: {"InstanceDown"}, 170 * MINUTE: {"InstanceDown"}}, tmp_path)
