@@ -19,7 +19,7 @@ from kvferry.router.policy.records import Instance, Role
 from kvferry.router.telemetry.metrics import Metrics
 
 PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
-(RULES,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SCRAPES, RULES = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: Debian's package prometheus")
 EVERY_S, MINUTE, HOUR = 30, 60, 3600
@@ -97,9 +97,10 @@ def check_alarms(fleet: Fleet, expected: dict[int, set[str]], folder: Path) -> N
 
 
 @needs_promtool
-def test_prometheus_takes_the_rules(tmp_path):
-    (tmp_path / "rules.yml").write_text(RULES)
-    promtool("check", "rules", str(tmp_path / "rules.yml"))
+def test_prometheus_takes_the_rules_and_the_scrapes(tmp_path):
+    for name, text, command in (("rules.yml", RULES, "rules"), ("scrapes.yml", SCRAPES, "config")):
+        (tmp_path / name).write_text(text)
+        promtool("check", command, str(tmp_path / name))
 
 
 @needs_promtool
