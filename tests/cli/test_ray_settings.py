@@ -84,6 +84,32 @@ def test_serve_run_gives_texts_for_numbers():
         ({"decode": {"extra_args": ["--", "--seed", "1"]}}, "cannot stand in extra_args", "--seed 1"),
         ({"router_args": ["--otel"]}, "cannot stand in router_args", "--otel"),
         ({"router_args": ["--max-requests", "many"]}, "kvferry route does not take", "many"),
+        ({"drain_timeout_s": -5}, "out of range", "drain_timeout_s: -5"),
+        ({"drain_timeout_s": float("inf")}, "out of range", "drain_timeout_s: inf"),
+        ({"drain_timeout_s": float("nan")}, "out of range", "drain_timeout_s: nan"),
+        ({"start_timeout_s": 0}, "out of range", "start_timeout_s: 0"),
+        ({"start_timeout_s": "nan"}, "out of range", "start_timeout_s: nan"),
+        ({"start_timeout_s": float("inf")}, "out of range", "start_timeout_s: inf"),
+        ({"model": ""}, "no model", "empty"),
+        ({"prefill": {"resources": {"": 1}}}, "a prefill engine has a resource without a name", "'': 1"),
+        ({"router_resources": {" ": 1}}, "the router has a resource without a name", "' ': 1"),
+        ({"extra_args": ["--"]}, "cannot stand in extra_args", "--"),
+        ({"router_args": ["--"]}, "cannot stand in router_args", "--"),
+        ({"extra_args": ["--help"]}, "kvferry serve does not take", "--help"),
+        ({"router_args": ["--help"]}, "kvferry route does not take", "--help"),
+        ({"extra_args": ["--heartbeat", "nan"]}, "not a number|does not take", "nan"),
+        ({"extra_args": ["--lease-timeout", "1"]}, "--lease-timeout is too short", "1 s"),
+        ({"engine_args": ["--seed", "1"]}, "for another engine's server", "--seed"),
+        ({"decode": {"engine_args": ["--api-key", "secret"]}}, "for another engine's server", "--api-key"),
+        ({"engine": "vllm", "engine_args": ["--api-key", "secret"]}, "does not pass this option on", "--api-key"),
+        ({"engine": "vllm", "engine_args": ["--api_key=secret"]}, "does not pass this option on", "--api-key"),
+        ({"engine": "vllm", "engine_args": ["--port", "8"]}, "does not pass this option on", "--port"),
+        ({"engine": "vllm", "prefill": {"engine_args": ["--kv_transfer_config={}"]}}, "does not pass this", "--kv-tr"),
+        ({"engine": "vllm", "engine_args": ["--help"]}, "does not pass this option on", "--help"),
+        ({"engine": "vllm", "engine_args": ["--seed", "1", "--"]}, "cannot stand in engine_args", "--"),
+        ({"engine": "vllm", "extra_args": ["--device", "cuda"]}, "does not apply to vLLM", "--device"),
+        ({"engine": "sglang", "extra_args": ["--layer-wise"]}, "do not move layer by layer", "--layer-wise"),
+        ({"engine": "sglang", "engine_args": ["--admin-api-key", "secret"]}, "does not pass", "--admin-api-key"),
     ],
 )
 def test_what_makes_no_sense_is_refused_without_a_cluster(arguments, what, found):
@@ -91,6 +117,12 @@ def test_what_makes_no_sense_is_refused_without_a_cluster(arguments, what, found
         settings_from(arguments)
     assert found in refused.value.found
     assert "secret" not in str(refused.value)
+
+
+def test_other_engines_are_not_needed_where_the_application_is_built():
+    for engine in ("vllm", "sglang"):
+        fleet = {"engine": engine, "extra_args": ["--transport", "nixl"], "engine_args": ["--seed", "1"]}
+        assert settings_from(fleet).engine == engine
 
 
 def test_engines_and_router_that_fit_are_let_through():
@@ -138,8 +170,9 @@ def test_up_on_ray_names_the_model_and_not_the_folder_that_it_is_here():
     assert words.endswith("--block-tokens 16 --num-blocks 1024")
 
 
-def test_resources_of_up_are_names_and_numbers():
-    options = UpOptions(place=PlaceOptions("ray", ["GPU"]))
+@pytest.mark.parametrize("text", ["GPU", "GPU=one", "=1", " =1"])
+def test_resources_of_up_are_names_and_numbers(text):
+    options = UpOptions(place=PlaceOptions("ray", [text]))
     with pytest.raises(ConfigurationError, match="invalid --resources"):
         settings_of(options, job._fleet_options(options, "folder", "tiny"), [])
 

@@ -171,13 +171,16 @@ def _record_of(record: Any, given: dict[str, Any]) -> Any:
 
 def context_of(words: Sequence[str], command: Callable[..., None]) -> typer.Context:
     """The context that a command line's words give; nothing is run. Raises ConfigurationError as the command would."""
-    app = typer.Typer(add_completion=False, context_settings={"help_option_names": []})
-    app.command(context_settings={"allow_extra_args": True})(command)
+    app = typer.Typer(add_completion=False)
+    # An option that shows help would end the caller.
+    app.command(context_settings={"allow_extra_args": True, "help_option_names": []})(command)
     try:
-        return cast(typer.Context, typer.main.get_command(app).make_context(command.__name__, list(words)))
+        context = cast(typer.Context, typer.main.get_command(app).make_context(command.__name__, list(words)))
     except USAGE_ERROR as error:
         what = f"kvferry {command.__name__} does not take these options"
         raise ConfigurationError(what, found=shlex.join(words), hint=str(error)) from error
+    _check_numbers(context.params)
+    return context
 
 
 def record_of(record: type[Record], context: typer.Context) -> Record:

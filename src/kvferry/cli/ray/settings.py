@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -9,11 +10,11 @@ from typing import Any, Final
 import msgspec
 from typer import Context
 
-from kvferry.cli.engine_choice import OTHER_ENGINES
-from kvferry.cli.options import context_of, is_given, option_of, record_of
+from kvferry.cli.engine_choice import OTHER_ENGINES, check_passed
+from kvferry.cli.options import context_of, is_given, option_of, passed_options, record_of
 from kvferry.cli.route.command import RouteOptions, route
 from kvferry.cli.route.server import config_of
-from kvferry.cli.serve.command import ServeOptions, serve
+from kvferry.cli.serve.command import ServeOptions, agent_of, check_options, serve
 from kvferry.errors import ConfigurationError
 from kvferry.http.registration import Side
 
@@ -28,6 +29,16 @@ NOT_OF_ROUTE: Final = (
     *("accept_registrations", "token_file", "host", "port", "drain_timeout", "api_key", "engine_api_key"),
     *("log_format", "access_log", "otel", "as_json", "as_child"),
 )
+# Options of an engine's server that have a field, that Ray's dashboard would show, or that end it at once.
+NOT_OF_SERVER: Final = {
+    "--api-key": "KVFERRY_API_KEY in the environment of the nodes",
+    "--admin-api-key": "none: Ray's dashboard would show it",
+    "--shutdown-timeout": "the setting drain_timeout_s",
+    "--help": "options that the server goes on with",
+    "--version": "options that the server goes on with",
+}
+MAX_DRAIN_S: Final = 86_400.0
+MIN_START_S: Final = 1.0
 NUMBERS: Final = ("target_load", "upscale_delay_s", "downscale_delay_s", "look_back_s")
 
 
@@ -95,11 +106,14 @@ def settings_from(arguments: Mapping[str, Any]) -> RaySettings:
         raise ConfigurationError("invalid settings of a fleet on Ray", found=str(error), expected=known) from error
     if settings.engine not in (expected := ("transformers", *OTHER_ENGINES)):
         raise ConfigurationError("unknown engine", found=settings.engine, expected=" or ".join(expected))
+    if not settings.model:
+        raise ConfigurationError("no model", found="model is empty", expected="a Hugging Face name, or a folder")
+    _check_range("drain_timeout_s", settings.drain_timeout_s, 0, MAX_DRAIN_S)
+    _check_range("start_timeout_s", settings.start_timeout_s, MIN_START_S)
     _check_resources("the router", settings.router_resources, may_be_none=True)
     for side, role in settings.roles.items():
         _check_role(side, role)
-        words = _checked("extra_args", (*settings.extra_args, *role.extra_args), serve, NOT_OF_SERVE)
-        record_of(ServeOptions, words).transfer.check()
+        _check_engine(settings, side)
     routing = record_of(RouteOptions, _checked("router_args", settings.router_args, route, NOT_OF_ROUTE))
     # With an engine that it is told, a router needs no token for others.
     config_of(replace(routing, decode=routing.decode or ["http://127.0.0.1:1"]))
@@ -112,16 +126,45 @@ def _check_role(side: Side, role: RoleSettings) -> None:
         expected = "1 <= min_replicas <= max_replicas"
         raise ConfigurationError(f"there cannot be so many {side} engines", found=found, expected=expected)
     for name in NUMBERS:
-        if not 0 <= getattr(role, name) < float("inf"):
-            found = f"{side}.{name}: {getattr(role, name):g}"
-            raise ConfigurationError("a setting is out of range", found=found, expected="0 or more")
+        _check_range(f"{side}.{name}", getattr(role, name), 0)
     _check_resources(f"a {side} engine", role.resources)
+
+
+def _check_range(name: str, value: float, least: float, most: float = math.inf) -> None:
+    if not least <= value <= most or math.isinf(value):
+        expected = f"{least:g} or more" if math.isinf(most) else f"{least:g} to {most:g}"
+        raise ConfigurationError("a setting is out of range", found=f"{name}: {value:g}", expected=expected)
+
+
+def _check_engine(settings: RaySettings, side: Side) -> None:
+    """Raises ConfigurationError for what an engine of this role would refuse, as far as that shows without it."""
+    role = settings.roles[side]
+    _checked("extra_args", (*settings.extra_args, *role.extra_args), serve, NOT_OF_SERVE)
+    engine_args = (*settings.engine_args, *role.engine_args)
+    if engine_args and settings.engine not in OTHER_ENGINES:
+        # By name only, for a value may be a key.
+        what, found = "engine_args are for another engine's server", next(iter(passed_options(engine_args)), "values")
+        raise ConfigurationError(what, found=found, expected="extra_args, or another engine")
+    if ended := {"--", "-h", "-v"} & {*engine_args}:
+        what, expected = "this cannot stand in engine_args", "options that the server goes on with"
+        raise ConfigurationError(what, found=" ".join(sorted(ended)), expected=expected)
+    check_passed(engine_args, NOT_OF_SERVER)
+    context = context_of(settings.serve_words(side), serve)
+    options = replace(record_of(ServeOptions, context), arguments=tuple(context.args))
+    options.transfer.check()
+    check_options(context, options)
+    # The token is on the nodes, and vLLM's server has an agent that takes what this one would refuse.
+    if settings.engine != "vllm":
+        agent_of(replace(options, token_file=""))
 
 
 def _check_resources(who: str, resources: Mapping[str, float], may_be_none: bool = False) -> None:
     if not resources and not may_be_none:
         raise ConfigurationError(f"{who} has no resources", found="{}", expected="such as CPU: 4, GPU: 1")
     for name, amount in resources.items():
+        if not name.strip():
+            found, expected = f"{name!r}: {amount:g}", "a name, such as GPU"
+            raise ConfigurationError(f"{who} has a resource without a name", found=found, expected=expected)
         # Fractions share a processor or a device; Ray gives no more than one in parts.
         if not 0 < amount < float("inf") or (amount > 1 and amount != int(amount)):
             found, expected = f"{name}: {amount:g}", "a whole number, or a fraction between 0 and 1"
@@ -131,9 +174,10 @@ def _check_resources(who: str, resources: Mapping[str, float], may_be_none: bool
 def _checked(field: str, words: tuple[str, ...], command: Any, refused: tuple[str, ...]) -> Context:
     context = context_of(words, command)
     given = next((name for name in refused if is_given(context, name)), "")
-    if given or context.args:
-        found = option_of(given) if given else " ".join(context.args)
+    # With nothing behind it, `--` leaves no other trace.
+    if given or context.args or "--" in words:
+        found = option_of(given) if given else " ".join(context.args) or "--"
         expected = "options that are not set by Ray, by another field, or in the environment of the nodes"
-        hint = "what is for the engine's own server stands in engine_args" if context.args else ""
+        hint = "what is for the engine's own server stands in engine_args" if not given and command is serve else ""
         raise ConfigurationError(f"this cannot stand in {field}", found=found, expected=expected, hint=hint)
     return context

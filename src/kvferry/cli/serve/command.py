@@ -10,7 +10,7 @@ import typer
 
 from kvferry.cli import environment
 from kvferry.cli.console import errors_as_messages
-from kvferry.cli.engine_choice import check_engine, extras_of, left_to_engine, refuse_options
+from kvferry.cli.engine_choice import check_engine, check_passed, extras_of, left_to_engine, refuse_options
 from kvferry.cli.options import (
     HERE,
     AccessOptions,
@@ -32,6 +32,7 @@ from kvferry.cli.options import (
     passed_options,
     times,
 )
+from kvferry.connectors.step_cost import step_cost_named
 from kvferry.errors import ConfigurationError
 from kvferry.http.registration import Side, is_base_url
 
@@ -131,24 +132,39 @@ def serve(context: typer.Context, options: ServeOptions) -> int:
         check_engine(options.engine, context)
         options = replace(options, token_file=options.token_file or environment.token_file())
         options = replace(options, arguments=tuple(context.args))
+        check_options(context, options)
         match options.engine:
             case "vllm":
                 return _serve_vllm(context, options)
             case "sglang":
                 return _serve_sglang(context, options)
             case _:
-                if is_given(context, "start_timeout"):
-                    what, expected = "this option is for servers of others", "--engine vllm or sglang"
-                    raise ConfigurationError(what, found="--start-timeout", expected=expected)
                 return _serve_embedded(options)
+
+
+def check_options(context: typer.Context, options: ServeOptions) -> None:
+    """Raises ConfigurationError for what this engine cannot be told. Its package, token and model are not needed."""
+    match options.engine:
+        case "vllm":
+            from kvferry.cli.serve import vllm
+
+            options.join.check_role()
+            refuse_options(options.engine, context, *OURS)
+            check_passed(options.arguments, vllm.TAKEN)
+        case "sglang":
+            _check_sglang(context, options)
+        case _:
+            if is_given(context, "start_timeout"):
+                what, expected = "this option is for servers of others", "--engine vllm or sglang"
+                raise ConfigurationError(what, found="--start-timeout", expected=expected)
+            options.join.check_role()
+            step_cost_named(options.simulated_step)
 
 
 def _serve_embedded(options: ServeOptions) -> int:
     from kvferry.cli.models import resolve
     from kvferry.connectors.jobs import Settings
-    from kvferry.connectors.step_cost import step_cost_named
 
-    options.join.check_role()
     agent, access, step_cost = agent_of(options), options.http_access.checked(), step_cost_named(options.simulated_step)
     # Both load torch, which takes seconds: what is wrong with the options has been told by then.
     path, name = resolve(options.model)
@@ -201,27 +217,31 @@ def _served_name(options: ServeOptions, name: str) -> str:
 
 
 def _serve_vllm(context: typer.Context, options: ServeOptions) -> int:
-    """Returns vLLM's exit code. Raises ConfigurationError for options that vLLM has no place for."""
+    """Returns vLLM's exit code. Raises ConfigurationError."""
     from kvferry.cli.models import resolve
     from kvferry.cli.serve.vllm import serve_vllm
 
-    options.join.check_role()
     path, name = resolve(options.model)
-    refuse_options(options.engine, context, *OURS)
     unset = left_to_engine(context, "block_tokens", "staging_mib", "lease_timeout", *_hurry(options))
     return serve_vllm(replace(options, model=path, served_name=_served_name(options, name), **unset))
 
 
-def _serve_sglang(context: typer.Context, options: ServeOptions) -> int:
-    """Returns SGLang's exit code. Raises ConfigurationError for options that SGLang has no place for."""
-    from kvferry.cli.models import resolve
-    from kvferry.cli.serve.sglang import check, serve_sglang
+def _check_sglang(context: typer.Context, options: ServeOptions) -> None:
+    from kvferry.cli.serve.sglang import check
 
     refuse_options(options.engine, context, "buffer_device", *OURS)
     if is_given(context, "failure_policy") and options.failure_policy is FailurePolicy.RECOMPUTE:
         what, expected = "a decode server of SGLang cannot compute a prompt itself", "--failure-policy fail"
         raise ConfigurationError(what, found="--failure-policy recompute", expected=expected)
-    role = check(options)
+    check(options)
+
+
+def _serve_sglang(context: typer.Context, options: ServeOptions) -> int:
+    """Returns SGLang's exit code. Raises ConfigurationError."""
+    from kvferry.cli.models import resolve
+    from kvferry.cli.serve.sglang import serve_sglang
+
+    (role,) = options.join.role
     if not is_given(context, "engine_id"):
         # Two engines of one name would be taken for two starts of one.
         options = replace(options, engine_id=f"{role}-{secrets.token_hex(4)}")

@@ -9,7 +9,6 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
-from kvferry.cli.engine_choice import check_passed
 from kvferry.cli.options import HERE
 from kvferry.cli.serve.command import ServeOptions
 from kvferry.cli.serve.engine_process import NO_TLS, EngineProcess, key_in, serve_engine
@@ -46,10 +45,8 @@ HINT = "see its output above; if memory ran out, limit each server: -- --kv-cach
 def serve_vllm(options: ServeOptions) -> int:
     """Run vLLM until it ends or we are told to end; returns its exit code, 0 when we were told.
 
-    Raises ConfigurationError for what it cannot be asked for, when its port is taken, it ends early or is not ready in
-    time.
+    Raises ConfigurationError when its port is taken, it ends early or is not ready in time.
     """
-    check_passed(options.arguments, TAKEN)
     # vLLM does not say which port it got when it is asked for any, so we choose one. And whoever answers at a port that
     # vLLM cannot have would look like vLLM.
     with listening.reserve(options.host, options.port) as held:

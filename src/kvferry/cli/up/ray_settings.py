@@ -45,7 +45,7 @@ def _resources(texts: Sequence[str]) -> dict[str, float]:
     for text in texts or ("CPU=1",):
         name, _, amount = text.partition("=")
         try:
-            found[name] = float(amount)
+            found[name] = float(amount if name.strip() else "")
         except ValueError:
             raise ConfigurationError("invalid --resources", found=text, expected="such as GPU=1") from None
     return found
