@@ -17,6 +17,7 @@ from chart_support import CHART, FULL, MODEL, ROOT, SCALED, SGLANG, SMALL, TOKEN
 from docs_pages import calls_of
 
 from kvferry.agent.control.shared_token import MAX_TOKEN_BYTES, MIN_DIFFERENT_BYTES, MIN_TOKEN_BYTES
+from kvferry.cli.serve import sglang, vllm
 
 pytestmark = needs_tools
 
@@ -267,7 +268,21 @@ REFUSED = {
         "decode.engineArgs with engine transformers",
         "decode.extraArgs",
     ),
-    "one port for two": ({**MODEL, "engines": {"transferPort": 8000}}, "8000", "two ports"),
+    "a key for vLLM with underscores": ({**MODEL, "decode": {"engineArgs": ["--api_key=k"]}}, "--api-key", "none of"),
+    "a key for vLLM, shortened": ({**MODEL, "decode": {"engineArgs": ["--api", "k"]}}, "--api", "none of"),
+    "a connector for vLLM": ({**MODEL, "decode": {"engineArgs": ["--kv_transfer_config={}"]}}, "--kv-tr", "none of"),
+    "one key of a connector": (
+        {**MODEL, "prefill": {"engineArgs": ["--kv-transfer-config.kv_role=kv_both"]}},
+        "--kv-transfer-config",
+        "none of",
+    ),
+    "nothing but dashes": ({**MODEL, "decode": {"engineArgs": ["--seed", "1", "--"]}}, "--", "none of"),
+    "one port for two": ({**MODEL, "engines": {"transferPort": 8000}}, "transferPort 8000", "two ports"),
+    "one port for two of transformers": ({**SMALL, "engines": {"transferPort": 8000}}, "transferPort 8000", "1 above"),
+    "a port of another rank": ({**MODEL, "engines": {"transferPort": 7998}}, "transferPort 7998", "64 above"),
+    "a port of another rank of SGLang": ({**SGLANG, "engines": {"transferPort": 7999}}, "Port 7999", "64 above"),
+    "a folder above": ({**MODEL, "models": {"existingClaim": "c", "subPath": "a/../../x"}}, "a/../../x", "without .."),
+    "a folder from the root": ({**MODEL, "models": {"existingClaim": "c", "subPath": "/x"}}, "/x", "relative"),
     "metrics that nobody reaches": (
         {**MODEL, "podMonitor": {"enabled": True}},
         "without networkPolicy.metricsNamespaceLabels",
@@ -303,6 +318,28 @@ def test_what_cannot_work_is_refused_with_what_was_found_and_expected(what):
     assert TOKEN not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"engines": {"httpPort": 8000, "transferPort": 7936}},
+        {"engines": {"httpPort": 80, "transferPort": 81}},
+        {**SMALL, "engines": {"transferPort": 7999}},
+        {"models": {"existingClaim": "c", "subPath": "a/..b/c..d/.e"}},
+        {"decode": {"strategy": {"rollingUpdate": {"maxSurge": "150%", "maxUnavailable": "0%"}}}},
+        {"prefill": {"engineArgs": ["--served-model-name", "api_key", "--port-range.low=1", "-tp", "8"]}},
+    ],
+    ids=str,
+)
+def test_what_works_is_not_refused(values):
+    done = helm("template", {**MODEL, **values}, "ferry")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_chart_refuses_what_engines_are_not_passed():
+    (theirs,) = re.findall(r"\$theirs := list (.*?) -}}", (CHART / "templates/_checks.tpl").read_text())
+    assert {*vllm.TAKEN, *sglang.TAKEN} <= set(re.findall(r'"([^"]+)"', theirs))
+
+
 def test_every_check_of_the_chart_is_tried():
     written = (CHART / "templates/_checks.tpl").read_text()
     whats = re.findall(r'include "kvferry.refuse" \(dict "what"', written)
@@ -327,6 +364,10 @@ def test_every_check_of_the_chart_is_tried():
         ({"router": {"podDisruptionBudget": {"maxUnavailable": 0}}}, "maxUnavailable"),
         ({"listenHost": "127.0.0.1"}, "listenHost"),
         ({"engines": {"image": {"digest": "latest"}}}, "digest"),
+        ({"prefill": {"strategy": {"rollingUpdate": {"maxSurge": "foo"}}}}, "maxSurge"),
+        ({"decode": {"strategy": {"rollingUpdate": {"maxUnavailable": "101%"}}}}, "maxUnavailable"),
+        ({"router": {"strategy": {"rollingUpdate": {"maxSurge": -1}}}}, "maxSurge"),
+        ({"router": {"strategy": {"rollingUpdate": {"foo": 1}}}}, "foo"),
     ],
     ids=str,
 )

@@ -8,9 +8,12 @@
 {{- $taken := .taken -}}
 {{- $place := .place -}}
 {{- range .arguments -}}
-{{- $option := splitList "=" . | first -}}
-{{- if has $option $taken -}}
+{{- /* Servers take _ for -, the beginning of an option for it, and vLLM what is behind a dot for a key of its JSON. */ -}}
+{{- $option := splitList "=" . | first | splitList "." | first | replace "_" "-" -}}
+{{- range $each := $taken -}}
+{{- if or (eq $option $each) (and (hasPrefix "--" $option) (gt (len $option) 2) (hasPrefix $option $each)) -}}
 {{- include "kvferry.refuse" (dict "what" (printf "an option in %s that the chart sets, or that must not be there" $place) "found" $option "expected" (printf "none of %s" (join " " $taken))) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -122,11 +125,18 @@
 {{- if ne (not $rdma.resource) (lt (int $rdma.count) 1) -}}
 {{- include "kvferry.refuse" (dict "what" "RDMA needs a resource and a count" "found" (printf "engines.rdma.resource %q, engines.rdma.count %v" $rdma.resource $rdma.count) "expected" "both, such as rdma/ib and 1, or neither") -}}
 {{- end -}}
-{{- if eq (int .Values.engines.httpPort) (int .Values.engines.transferPort) -}}
-{{- include "kvferry.refuse" (dict "what" "two ports of an engine are one" "found" (printf "httpPort and transferPort %v" .Values.engines.httpPort) "expected" "two ports") -}}
+{{- /* How many ranks there are is in the server's own options, which have several names: one node has no more than these. */ -}}
+{{- $ranks := ternary 1 64 (eq .Values.engine "transformers") -}}
+{{- $distance := sub (int .Values.engines.httpPort) (int .Values.engines.transferPort) | int -}}
+{{- if and (ge $distance 0) (lt $distance $ranks) -}}
+{{- include "kvferry.refuse" (dict "what" "two ports of an engine are one, or could be, since each rank takes one above transferPort" "found" (printf "httpPort %v, transferPort %v" .Values.engines.httpPort .Values.engines.transferPort) "expected" (printf "two ports, httpPort below transferPort or at least %d above" $ranks)) -}}
+{{- end -}}
+{{- $subPath := .Values.models.subPath -}}
+{{- if or (hasPrefix "/" $subPath) (has ".." (splitList "/" $subPath)) -}}
+{{- include "kvferry.refuse" (dict "what" "no folder of a claim" "found" (printf "models.subPath %s" $subPath) "expected" "a relative path without .., such as llms/llama") -}}
 {{- end -}}
 {{- $ours := list "--" "--host" "--port" "--token-file" "--transfer-host" "--transfer-port" "--engine" "--engine-id" "--model" "--served-name" "--transport" "--drain-timeout" "--start-timeout" "--register" "--role" "--advertise-url" "--api-key" -}}
-{{- $theirs := list "--api-key" "--host" "--port" "--kv-transfer-config" "--shutdown-timeout" "--disaggregation-mode" "--disaggregation-transfer-backend" "--disaggregation-bootstrap-port" "--disaggregation-ib-device" -}}
+{{- $theirs := list "--" "--api-key" "--admin-api-key" "--host" "--port" "--uds" "--ssl-keyfile" "--ssl-certfile" "--grpc" "--headless" "--kv-transfer-config" "--worker-extension-cls" "--shutdown-timeout" "--disaggregation-mode" "--disaggregation-transfer-backend" "--disaggregation-bootstrap-port" "--disaggregation-ib-device" -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $values := index $.Values $role -}}
 {{- include "kvferry.checkArguments" (dict "place" (printf "%s.extraArgs" $role) "arguments" $values.extraArgs "taken" $ours) -}}
