@@ -114,6 +114,7 @@ def main() -> None:
         "--tokens", type=lambda text: [int(word) for word in text.split(",")], default=[256, 1024, 2048]
     )
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="how the cache moves")
     parser.add_argument("--transport", default="tcp")
     parser.add_argument("--step", default="token=0.5ms,step=10ms")
     options = parser.parse_args()
@@ -122,7 +123,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", SHAPE)
-        for way in WAYS:
+        for way in options.ways:
             with site(way, options, folder) as engines:
                 rows += [row(way, n, measured(engines, n, options.repeats, draw)) for n in options.tokens]
     settings = {"transport": options.transport, "step": options.step, "repeats": options.repeats}

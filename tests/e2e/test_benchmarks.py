@@ -16,7 +16,7 @@ SMALLEST = [
     "connections.py --repeats 1",
     "device_pair.py --repeats 1 --device cpu --pairs 2-1 --formats token-major --tokens 256",
     "digest.py --repeats 1",
-    "early_decode.py --tokens 64 --repeats 1 --step token=0.1ms,step=2ms",
+    "early_decode.py --tokens 64 --ways push --repeats 1 --step token=0.1ms,step=2ms",
     "fetch_steps.py --repeats 1 --transports shm",
     "goodput.py --rates 4 --requests 2 --step token=1ms,step=2ms,sequence=0.1ms,overlap=0 --chunks 200",
     "goodput_search.py --tokens-ms 2.4 --steps-ms 48 --overlaps 0 --chunks 300",
