@@ -95,6 +95,14 @@ def test_an_incident_before_which_nothing_ended_is_compared_with_nothing():
     assert "1: rack 1 dies from 1 to 8: no request that counts ended before it: nothing to compare with" in shown
 
 
+def test_an_incident_after_the_last_request_is_compared_with_nothing(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 7, "output_length": 9}\n' * 2)
+    words = ["simulate", "fleet", "--trace", str(trace), "--warm-up", "0", "--incident", "rack 0 dies at 0.9"]
+    shown = CliRunner().invoke(app, words).stdout
+    assert "1: rack 0 dies at 0.9: no request came after it began: nothing to compare with" in shown
+
+
 def test_an_incident_that_is_not_over_at_the_end_is_compared():
     (incident,) = facts("--decode", "1", "--incident", "rack 0 dies at 8")["incidents"]
     assert (incident["compared"], incident["recovery_s"]) == (True, None)

@@ -34,6 +34,31 @@ def test_an_incident_within_one_that_is_not_over_has_nothing_to_be_compared_with
     assert within.during.ends_s == 60.0
 
 
+@pytest.mark.parametrize("last_s", [39.5, 40.0, 58.0])
+def test_a_fleet_that_is_dead_is_not_back_to_normal_where_no_request_comes_any_more(last_s):
+    """Whose last windows are empty."""
+    given = setting(Fleet(1, 1, per_rack=2), 60.0, ["rack 0 dies at 20"])
+    report = report_of(simulate(given, [arrival(step / 2) for step in range(int(2 * last_s) + 1)]))
+    (course,) = report.courses
+    assert report.windows[-1].num_requests == 0
+    assert course.during.num_failed == course.during.num_requests > 0
+    assert course.recovery_s == math.inf
+    assert course.during.ends_s == 60.0
+
+
+def test_one_good_window_after_the_worse_ones_is_a_recovery_whatever_is_empty_then():
+    given = setting(Fleet(1, 1, per_rack=2), 60.0, ["rack 0 dies from 20 to 25"])
+    report = report_of(simulate(given, [arrival(float(at)) for at in range(50)]))
+    (course,) = report.courses
+    assert report.windows[-1].num_requests == 0
+    assert 0 < course.recovery_s <= 25
+
+
+def test_an_incident_after_the_last_request_has_nothing_to_be_compared_with():
+    (course,) = report_of(simulate(setting(duration_s=60.0, incidents=["rack 0 dies at 40"]), [arrival(1.0)])).courses
+    assert (course.before.num_requests, course.recovery_s) == (1, None)
+
+
 def test_an_incident_that_does_nothing_changes_no_goodput():
     """However long answers take: those that are open when it begins are fewer before it, and no lower rate."""
     given = setting(FLEET, 120.0, ["link of rack 0 at 99% from 30 to 40"])

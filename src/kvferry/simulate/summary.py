@@ -30,8 +30,8 @@ class Resource:
 class Course:
     """The figures before an incident, until it is over and everything is as before, and after that. Several
     `incidents` that happen at one time are one here. `recovery_s` is how long it took from the beginning: 0 where
-    nothing was ever worse, infinite where the end was still worse, None where no request that counts had ended before
-    it: there is nothing to compare with."""
+    nothing was ever worse, infinite where the last requests were still worse off, None where no request that counts had
+    ended before it, or none came after it began: there is nothing to compare with."""
 
     incidents: tuple[Incident, ...]
     ends_s: float
@@ -144,11 +144,13 @@ def _at_rate(figures: Figures, outcomes: Sequence[Outcome]) -> Figures:
 
 
 def _recovery_s(before: Figures, windows: Sequence[Figures]) -> float | None:
-    """How long it took until all windows were as good as before; None where no request came before."""
-    if not before.num_requests:
+    """How long it took until all windows were as good as before; None where no request came before, or none after."""
+    # A window in which no request came says nothing: that the last one is empty is no recovery.
+    telling = [window for window in windows if window.num_requests]
+    if not before.num_requests or not telling:
         return None
-    worse = [window for window in windows if window.num_requests and window.good_share < before.good_share - TOLERANCE]
-    if worse and worse[-1] is windows[-1]:
+    worse = [window for window in telling if window.good_share < before.good_share - TOLERANCE]
+    if worse and worse[-1] is telling[-1]:
         return math.inf
     return worse[-1].ends_s - windows[0].begins_s if worse else 0.0
 

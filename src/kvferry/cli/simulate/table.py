@@ -82,7 +82,8 @@ def time_words(seconds: float | None) -> str:
 def recovery_words(incident: Facts) -> str:
     """How long until everything was as before."""
     if not incident["compared"]:
-        return "no request that counts ended before it: nothing to compare with"
+        missing = "came after it began" if incident["before"]["requests"] else "that counts ended before it"
+        return f"no request {missing}: nothing to compare with"
     if incident["recovery_s"] is None:
         return "not back to normal at the end"
     if not incident["recovery_s"]:
