@@ -74,6 +74,30 @@ def test_a_first_token_has_no_gap_before_it_that_could_be_slow():
     assert seen.works["a"].num_slow == 0
 
 
+@pytest.mark.parametrize(("slow_steps", "num_slow"), [(0.9, 2), (1.1, 1), (4.9, 1), (5.1, 0)])
+def test_the_wait_for_a_place_between_two_tokens_is_one_gap(slow_steps, num_slow):
+    """The answer of "b" has its first token while the only place is taken for four steps more, and its second after a
+    step of its own."""
+    one = decode_step_s(1)
+    costs = EngineCosts(one, ((0, 0.0), (1, one)), overlap=1.0, max_answers=1)
+    seen = Observed(costs, slow_s=slow_steps * one).begin("a", 0.0, num_tokens=6)
+    seen.begin("b", 0.5 * one, left=1, num_tokens=3)
+    seen.env.run()
+    assert seen.ended["a"] == pytest.approx(6 * one)
+    assert (seen.first["b"], seen.ended["b"]) == (pytest.approx(2 * one), pytest.approx(8 * one))
+    assert seen.works["b"].num_slow == num_slow
+    assert seen.works["a"].num_slow == (5 if slow_steps < 1 else 0)
+
+
+def test_an_answer_that_has_its_place_at_once_has_no_gap_but_its_steps():
+    """Nor has one whose cache was fetched: its first token comes after the wait."""
+    seen = Observed(replace(COSTS, max_answers=1), slow_s=decode_step_s(1)).begin("a", 0.0, left=500, num_tokens=5)
+    seen.begin("b", 0.065, num_tokens=5)
+    seen.env.run()
+    assert seen.first["b"] == pytest.approx(seen.first["a"] + 5 * decode_step_s(1))
+    assert {name: work.num_slow for name, work in seen.works.items()} == {"a": 0, "b": 0}
+
+
 def test_answers_that_do_not_fit_wait():
     costs = replace(COSTS, max_answers=1)
     seen = Observed(costs).begin("a", 0.0, num_tokens=5).begin("b", 0.0, num_tokens=5)

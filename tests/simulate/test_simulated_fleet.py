@@ -188,6 +188,17 @@ def test_a_request_is_judged_by_its_slow_gaps_where_that_is_asked_for():
     assert not Outcome(0.0, 100, 201, failure="failed").meets(Slo())
 
 
+def test_an_answer_that_waits_for_a_place_after_its_first_token_has_a_slow_gap():
+    """A whole engine with one place: with 99 gaps, one that is slow is more than a hundredth of them."""
+    costs = replace(setting().costs, max_answers=1)
+    slo = Slo(itl_s=0.25, itl_by=ItlBy.P99)
+    arrivals = [arrival(1.0, output_tokens=100), arrival(1.0, output_tokens=100)]
+    first, second = simulate(setting(Fleet(0, 1), 5.0, costs=costs, slo=slo), arrivals).outcomes
+    assert (first.num_slow, second.num_slow) == (0, 1)
+    assert (first.meets(slo), second.meets(slo)) == (True, False)
+    assert second.meets(replace(slo, itl_by=ItlBy.MEAN))
+
+
 def test_the_best_ratio_is_the_one_that_the_work_says():
     """Ten engines: a prompt takes about 0.1 s of one, and an answer one of its eight places for half a second."""
     costs = replace(setting().costs, max_answers=8)

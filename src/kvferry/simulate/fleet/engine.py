@@ -33,8 +33,9 @@ class Steps:
 
 
 class Engine:
-    """Belongs to one environment. A step longer than `slow_s` counts as slow for each answer in it. `position` is where
-    the engine stands among those of its role, from 0 to 1. `num_stops` says how often it was stopped."""
+    """Belongs to one environment. A gap between two tokens of an answer that is longer than `slow_s` counts as slow.
+    `position` is where the engine stands among those of its role, from 0 to 1. `num_stops` says how often it was
+    stopped."""
 
     def __init__(self, env: simpy.Environment, instance: Instance, costs: EngineCosts, slow_s: float) -> None:
         self.instance, self.position, self.rack = instance, 0.0, 0
@@ -185,7 +186,9 @@ class Engine:
                 return
             self._waiting.popleft()
             self._context_tokens += work.context_tokens
-            if not work.num_written:
+            if work.num_written:
+                work.waited_s = self._env.now - work.first_s
+            else:
                 self._joined.append(work)
             left = work.num_tokens - work.num_written
             heapq.heappush(self._answers, (self._num_steps + left, next(self.serials), work))
@@ -196,13 +199,13 @@ class Engine:
             self._begin_steps()
 
     def _finish(self, number: int, slow_s: float) -> None:
-        """Take this number of the steps as over. A step longer than `slow_s` counts as slow."""
+        """Take this number of the steps as over. A gap longer than `slow_s` counts as slow."""
         if self._steps is None or not number:
             return
         steps = self._steps
         self._num_steps += number
         self._busy_s += number * steps.step_s
-        self._count(number, steps.step_s > slow_s)
+        self._count(number, steps.step_s, slow_s)
         joined, self._joined = self._joined, []
         for work in joined:
             work.watcher.first()
@@ -215,17 +218,20 @@ class Engine:
             if not work.left:
                 self._computed(work)
 
-    def _count(self, number: int, is_slow: bool) -> None:
+    def _count(self, number: int, step_s: float, slow_s: float) -> None:
         for _, _, work in self._answers:
-            # The first token has no gap before it.
-            work.num_slow += (number if work.num_written else number - 1) if is_slow else 0
+            if step_s > slow_s:
+                # The first token has no gap before it.
+                work.num_slow += number if work.num_written else number - 1
+            elif work.num_written == 1 and work.waited_s + step_s > slow_s:
+                work.num_slow += 1
             work.num_written += number
             work.watcher.progress(number)
 
     def _computed(self, work: Work) -> None:
         self._prompts.remove(work)
         if work.num_tokens:
-            work.num_written = 1
+            work.num_written, work.first_s = 1, self._env.now
             work.watcher.first()
         if work.num_tokens > 1:
             self._waiting.append(work)

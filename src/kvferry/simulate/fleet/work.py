@@ -31,7 +31,8 @@ class Work:
     """`left` tokens of a prompt are to be computed, then `num_tokens` of an answer written, of which the first one
     comes with the end of the prompt. `context_tokens` are those that its steps read, on average.
 
-    `num_slow` steps of its own took longer than the engine's `slow_s`, after the first token.
+    `num_slow` gaps between its tokens were longer than the engine's `slow_s`. Where the engine has computed the prompt,
+    the answer had its first token at `first_s`, and waited for `waited_s` for a place among those that steps write.
     """
 
     left: int
@@ -40,3 +41,5 @@ class Work:
     watcher: Watcher
     num_written: int = 0
     num_slow: int = 0
+    first_s: float = 0.0
+    waited_s: float = 0.0
