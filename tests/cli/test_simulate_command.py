@@ -21,7 +21,9 @@ from kvferry.plan.description.tokens import TokenRange
 
 SMALL = ["--prefill", "2", "--decode", "4", "--per-rack", "3", "--rate", "4", "--duration", "20", "--warm-up", "2"]
 SHORT = ["--prompt-tokens", "300-900", "--output-tokens", "8-32", "--start-up", "3"]
-OF_REQUESTS = {"requests", "good", "good_share", "goodput", "failed", "retried", "decode_alone", "recomputed"}
+OF_REQUESTS = {
+    *("requests", "good", "good_share", "goodput", "failed", "unfinished", "retried", "decode_alone", "recomputed")
+}
 OF_TIMES = {f"{part}_{name}_s" for part in ("mean", "median", "p90", "p95", "p99") for name in ("ttft", "itl")}
 
 
@@ -38,13 +40,14 @@ def facts(*arguments):
 def test_the_json_has_what_the_documentation_says():
     found = facts("--incident", "rack 1 dies from 8 to 10", "--incident", "hot prefix 40% from 14")
     assert set(found) == {
-        *("fleet", "costs", "wires", "slo", "duration_s", "warm_up_s", "figures", "resources", "incidents", "course"),
-        *("samples", "cpu_s", "router_choices", "router_choice_share", "command"),
+        *("fleet", "costs", "wires", "slo", "duration_s", "warm_up_s", "grace_s", "figures", "resources", "incidents"),
+        *("course", "samples", "cpu_s", "router_choices", "router_choice_share", "command"),
     }
     assert found["fleet"] == {"num_prefill": 2, "num_decode": 4, "per_rack": 3, "racks": 2}
     assert found["slo"] == {"ttft_s": 2.0, "itl_s": 0.05, "itl_by": "mean"}
     assert set(found["figures"]) == {"begins_s", "ends_s"} | OF_REQUESTS | OF_TIMES
     assert (found["figures"]["begins_s"], found["figures"]["ends_s"]) == (2.0, 20.0)
+    assert (found["grace_s"], found["figures"]["unfinished"]) == (600.0, 0)
     shares = [resource["share"] for resource in found["resources"]]
     assert shares == sorted(shares, reverse=True)
     assert {resource["name"] for resource in found["resources"]} == {
@@ -121,6 +124,32 @@ def test_times_that_no_answer_has_are_none(tmp_path):
     assert re.search(r"ttft p99 +│ +- │", shown), shown
     assert "µs" not in shown
     assert "<dd>-<small>median -</small></dd>" in page.read_text()
+
+
+def test_requests_that_are_unfinished_at_the_end_are_counted_apart_and_later_than_all_others(tmp_path):
+    """Of an engine that has work for half an hour."""
+    page = tmp_path / "run.html"
+    words = ["--prefill", "1", "--decode", "1", "--prompt-tokens", "200000", "--rate", "10"]
+    found = facts(*words)
+    figures = found["figures"]
+    assert (figures["failed"], figures["good"]) == (0, 0)
+    assert 0 < figures["unfinished"] < figures["requests"]
+    assert {figures[f"{part}_ttft_s"] for part in ("mean", "median", "p90", "p95", "p99")} == {None}
+    assert figures["p99_itl_s"] == pytest.approx(0.012, rel=0.1)
+    assert sum(window["unfinished"] for window in found["course"]) >= figures["unfinished"]
+    shown = simulate(*words, "--page", str(page)).stdout
+    assert re.search(r"ttft p50 +│ +> 600 s", shown), shown
+    told = f"nfinished 600 s after the last request came: {figures['unfinished']}; they count as not good"
+    assert f"u{told}" in shown
+    assert f"U{told}" in page.read_text()
+    assert "<dd>&gt; 600 s<small>median &gt; 600 s</small></dd>" in page.read_text()
+    assert "> 600 s" in simulate(*words, "--find-ratio").stdout
+
+
+def test_nothing_is_said_of_unfinished_requests_where_there_are_none(tmp_path):
+    page = tmp_path / "run.html"
+    assert "unfinished 600 s" not in simulate("--page", str(page)).stdout
+    assert "nfinished 600 s" not in page.read_text()
 
 
 def test_a_curve_has_a_gap_where_there_is_no_value():

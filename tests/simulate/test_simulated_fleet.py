@@ -16,10 +16,10 @@ from kvferry.router.fleet.prefill_speed import Mean
 from kvferry.router.policy.records import Limits, NoInstance, Overloaded
 from kvferry.simulate.incidents import FORMS, HotPrefix, incident_named, of_kind
 from kvferry.simulate.load import PREFIX_TOKENS, Load, arrivals_of
-from kvferry.simulate.outcome import Outcome
+from kvferry.simulate.outcome import Outcome, figures_of
 from kvferry.simulate.ratio import find_ratio
 from kvferry.simulate.settings import Fleet, Routing, Times
-from kvferry.simulate.simulation import simulate
+from kvferry.simulate.simulation import GRACE_S, simulate
 from kvferry.simulate.summary import report_of
 
 FLEET = Fleet(4, 8, per_rack=4)
@@ -88,6 +88,53 @@ def test_all_is_over_when_nobody_can_answer():
     late = [outcome for outcome in result.outcomes if outcome.arrived_s > 10]
     assert late
     assert all(outcome.failure for outcome in late)
+
+
+def test_what_has_not_ended_when_the_run_does_is_unfinished_and_later_than_all_others():
+    """A hundred prompts of 11 s each at one engine: the run is over before the last 46 have been computed."""
+    result = simulate(setting(duration_s=5.0), [arrival(1.0, 100_000) for _ in range(100)])
+    figures = report_of(result).figures
+    num_ended = int(GRACE_S / (100 * STEP_S + 100_000 * TOKEN_S))
+    assert (figures.num_requests, figures.num_failed, figures.num_unfinished) == (100, 0, 100 - num_ended)
+    assert figures.ttft_s.median == pytest.approx(11.0 * 50.5, rel=0.01)
+    assert (figures.ttft_s.mean, figures.ttft_s.percentiles) == (math.inf, (math.inf,) * 3)
+    # How fast answers are written is known of those that were.
+    assert figures.itl_s.p99 == pytest.approx(STEP_S + SEQUENCE_S)
+
+
+def test_an_answer_that_has_begun_and_not_ended_has_a_first_token_and_no_time_between_tokens():
+    costs = replace(setting().costs, max_answers=1)
+    given = setting(Fleet(0, 1), 5.0, costs=costs)
+    result = simulate(given, [arrival(1.0, output_tokens=10), arrival(1.0, output_tokens=100_000), arrival(1.0)])
+    report = report_of(result)
+    assert report.figures.num_unfinished == 2
+    assert report.figures.ttft_s.p99 < 1.0
+    assert (report.figures.itl_s.median, report.figures.itl_s.mean) == (math.inf, math.inf)
+    shares = {resource.name: resource.share for resource in report.resources}
+    assert shares["decode steps"] == pytest.approx(report.figures.answered_itl_s / SLO.itl_s)
+    assert shares["decode steps"] < 1
+
+
+@pytest.mark.parametrize(
+    ("num_ended", "num_unfinished", "median", "p90"),
+    [
+        (0, 1, math.inf, math.inf),
+        (1, 1, math.inf, math.inf),
+        (2, 1, 2.0, math.inf),
+        (10, 1, 6.0, 10.0),
+        (9, 2, 6.0, math.inf),
+    ],
+)
+def test_a_percentile_that_falls_on_an_unfinished_request_is_infinite(num_ended, num_unfinished, median, p90):
+    """Also where it lies between one that was answered and one that was not."""
+    ended = [Outcome(0.0, 100, 2, float(number), number + 1.0) for number in range(1, num_ended + 1)]
+    figures = figures_of([*ended, *(Outcome(0.0, 100, 2) for _ in range(num_unfinished))], SLO, 0.0, 1.0)
+    assert (figures.ttft_s.median, figures.ttft_s.percentiles[0]) == (median, p90)
+
+
+def test_a_request_that_failed_is_not_unfinished():
+    figures = figures_of([Outcome(0.0, 100, 2, failure="failed")], SLO, 0.0, 1.0)
+    assert (figures.num_failed, figures.num_unfinished, figures.ttft_s, figures.itl_s) == (1, 0, None, None)
 
 
 def test_a_rack_that_dies_fails_its_answers_and_the_others_go_on():

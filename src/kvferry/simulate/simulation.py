@@ -21,8 +21,8 @@ from kvferry.simulate.settings import Setting
 
 Process = Generator[simpy.Event, Any, None]
 NUM_SAMPLES = 120
-# So long after the last request has come, those that have not ended are left as they are.
 GRACE_S = 600.0
+"""So long after the last request has come, those that have not ended are left as they are."""
 
 
 @dataclass(frozen=True, slots=True)

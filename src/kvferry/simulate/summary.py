@@ -110,8 +110,8 @@ def _resources(result: Result, figures: Figures) -> tuple[Resource, ...]:
     if setting.fleet.num_prefill:
         words = "time in which an engine computes, on average"
         found.append(Resource("prefill engines", _mean(samples, "busy_prefill"), words))
-    if math.isfinite(setting.slo.itl_s) and figures.itl_s is not None:
-        share = figures.itl_s.mean / setting.slo.itl_s
+    if math.isfinite(setting.slo.itl_s) and figures.answered_itl_s is not None:
+        share = figures.answered_itl_s / setting.slo.itl_s
         found.append(Resource("decode steps", share, "mean time between tokens, of its limit"))
     return tuple(sorted(found, key=lambda each: -each.share))
 

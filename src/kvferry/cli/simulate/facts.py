@@ -11,6 +11,7 @@ from kvferry.bench.report.record import PERCENTILES, Summary
 from kvferry.simulate.outcome import Figures
 from kvferry.simulate.ratio import as_good
 from kvferry.simulate.settings import Setting
+from kvferry.simulate.simulation import GRACE_S
 from kvferry.simulate.summary import Course, Report
 
 
@@ -50,6 +51,7 @@ def _setting(setting: Setting) -> dict[str, Any]:
         "slo": setting.slo.as_json(),
         "duration_s": setting.duration_s,
         "warm_up_s": setting.times.warm_up_s,
+        "grace_s": GRACE_S,
     }
 
 
@@ -79,6 +81,7 @@ def _figures(figures: Figures) -> dict[str, Any]:
         "good_share": figures.good_share,
         "goodput": figures.goodput,
         "failed": figures.num_failed,
+        "unfinished": figures.num_unfinished,
         "retried": figures.num_retried,
         "decode_alone": figures.num_alone,
         "recomputed": figures.num_recomputed,
@@ -88,9 +91,9 @@ def _figures(figures: Figures) -> dict[str, Any]:
 
 
 def _times(name: str, of: Summary | None) -> dict[str, float | None]:
-    """null where no answer has such a time."""
+    """null where no answer has such a time, or it is that of a request that was unfinished at the end."""
     words = ("mean", "median", *(f"p{part}" for part in PERCENTILES))
-    values = (None,) * len(words) if of is None else (of.mean, of.median, *of.percentiles)
+    values = (None,) * len(words) if of is None else map(_finite, (of.mean, of.median, *of.percentiles))
     return {f"{word}_{name}_s": value for word, value in zip(words, values, strict=True)}
 
 
@@ -109,9 +112,9 @@ def _course(course: Course) -> dict[str, Any]:
 
 
 def _window(figures: Figures) -> dict[str, Any]:
-    names = ("begins_s", "ends_s", "requests", "good_share", "goodput", "failed", "median_ttft_s", "p99_ttft_s")
+    counts = ("requests", "good_share", "goodput", "failed", "unfinished")
     facts = _figures(figures)
-    return {name: facts[name] for name in names}
+    return {name: facts[name] for name in ("begins_s", "ends_s", *counts, "median_ttft_s", "p99_ttft_s")}
 
 
 def _finite(value: float) -> float | None:

@@ -12,7 +12,7 @@ from kvferry.cli.units import format_seconds
 
 Facts = Mapping[str, Any]
 ROWS = (
-    *("requests", "good", "goodput", "failed", "retried", "decode alone", "recomputed"),
+    *("requests", "good", "goodput", "failed", "unfinished", "retried", "decode alone", "recomputed"),
     *("ttft p50", "ttft p99", "itl p50", "itl p99"),
 )
 
@@ -25,7 +25,8 @@ def show(facts: Facts) -> None:
         phases = (name for name in ("before", "during", "after") if incident[name]["requests"])
         columns |= {f"{number}: {name}": incident[name] for name in phases}
     table = _table("", *columns)
-    for name, *cells in zip(ROWS, *map(_cells, columns.values()), strict=True):
+    cells_of = [_cells(figures, facts["grace_s"]) for figures in columns.values()]
+    for name, *cells in zip(ROWS, *cells_of, strict=True):
         table.add_row(name, *cells)
     _print(out, table)
     for line in lines_of(facts):
@@ -39,7 +40,7 @@ def show_ratio(facts: Facts) -> None:
     table = _table("prefill", "decode", "good", "goodput", "ttft p99", "itl p50", "scarcest")
     for row in facts["tried"]:
         scarcest = f"{row['scarcest']['name']} {row['scarcest']['share']:.0%}"
-        times = time_words(row["p99_ttft_s"]), time_words(row["median_itl_s"])
+        times = ttft_words(row, "p99", facts["grace_s"]), time_words(row["median_itl_s"])
         is_best = best is not None and row["num_prefill"] == best["num_prefill"]
         cells = str(row["num_prefill"]), str(row["num_decode"]), f"{row['good_share']:.1%}", f"{row['goodput']:.4g}/s"
         table.add_row(*cells, *times, scarcest, style="bold" if is_best else None)
@@ -71,12 +72,26 @@ def lines_of(facts: Facts) -> list[str]:
     lines = [f"scarcest: {first['name']}, {first['share']:.0%} ({first['words']}); then {rest}"]
     numbered = enumerate(facts["incidents"], 1)
     lines += [f"{number}: {incident['words']}: {recovery_words(incident)}" for number, incident in numbered]
-    return [*lines, _effort(facts)]
+    return [*lines, *unfinished_lines(facts), _effort(facts)]
+
+
+def unfinished_lines(facts: Facts) -> list[str]:
+    """What became of requests that had not ended when the run did, if there are any."""
+    if not (number := facts["figures"]["unfinished"]):
+        return []
+    counted = "not good, and later than all that were answered"
+    return [f"unfinished {facts['grace_s']:g} s after the last request came: {number:,}; they count as {counted}"]
 
 
 def time_words(seconds: float | None) -> str:
     """A time, or `-` for one that nobody had."""
     return "-" if seconds is None else format_seconds(seconds)
+
+
+def ttft_words(figures: Facts, part: str, grace_s: float) -> str:
+    """The same of times to the first token: one that is that of an unfinished request is longer than `grace_s`."""
+    seconds = figures[f"{part}_ttft_s"]
+    return f"> {format_seconds(grace_s)}" if seconds is None and figures["unfinished"] else time_words(seconds)
 
 
 def recovery_words(incident: Facts) -> str:
@@ -109,13 +124,13 @@ def _print(out: Console, table: Table) -> None:
     Console(width=max(out.width, width), highlight=False, markup=False, emoji=False).print(table)
 
 
-def _cells(figures: Facts) -> tuple[str, ...]:
-    times = (figures[f"{part}_{name}_s"] for name in ("ttft", "itl") for part in ("median", "p99"))
-    counts = (f"{figures[name]:,}" for name in ("failed", "retried", "decode_alone", "recomputed"))
+def _cells(figures: Facts, grace_s: float) -> tuple[str, ...]:
+    names = ("failed", "unfinished", "retried", "decode_alone", "recomputed")
     return (
         f"{figures['requests']:,}",
         f"{figures['good_share']:.1%}",
         f"{figures['goodput']:.4g}/s",
-        *counts,
-        *map(time_words, times),
+        *(f"{figures[name]:,}" for name in names),
+        *(ttft_words(figures, part, grace_s) for part in ("median", "p99")),
+        *(time_words(figures[f"{part}_itl_s"]) for part in ("median", "p99")),
     )

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, PrefixLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvferry.cli.simulate.page.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, bands_of, charts_of, seconds_of
-from kvferry.cli.simulate.table import lines_of, recovery_words, time_words
+from kvferry.cli.simulate.table import lines_of, recovery_words, time_words, ttft_words, unfinished_lines
 from kvferry.cli.units import format_bytes
 
 BOX = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "width": WIDTH, "height": HEIGHT}
@@ -28,6 +28,7 @@ def page(facts: Mapping[str, Any]) -> str:
         charts=charts_of(facts),
         bands=bands_of(facts),
         seconds=seconds_of(facts),
+        unfinished=unfinished_lines(facts),
         last_line=lines_of(facts)[-1],
     )
 
@@ -41,5 +42,5 @@ def _environment() -> Environment:
     )
     environment.filters["size"] = format_bytes
     environment.filters["time"] = time_words
-    environment.globals["recovery_words"] = recovery_words
+    environment.globals |= {"recovery_words": recovery_words, "ttft_words": ttft_words}
     return environment
