@@ -10,17 +10,19 @@ from stand_in_device import Shortened, Spilling, StandIn, ThirtyTwoBits
 
 from kvferry.qualify import torch_device
 from kvferry.qualify.checks import copy_rates, kernels
-from kvferry.qualify.outcome import Result
+from kvferry.qualify.outcome import Result, passed
 
 
 def test_kernels_that_are_right_pass():
     found = kernels.check(StandIn())
     assert (found.result, found.words.endswith("also beyond 4 GiB")) == (Result.PASSED, True), found.words
+    assert found.left_out == ()
 
 
 def test_without_the_memory_for_it_nothing_is_said_of_far_rows():
     found = kernels.check(StandIn(free_bytes=1 << 30))
     assert (found.result, "not tried: so much memory is not free" in found.words) == (Result.PASSED, True)
+    assert found.left_out == ("kernels beyond 4 GiB",)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,17 @@ def test_every_device_is_tried_and_the_wrong_one_is_named(monkeypatch):
     assert (found.result, found.words.startswith("device 1: ")) == (Result.FAILED, True)
     monkeypatch.setattr(kernels, "TorchDevice", lambda kind, number: StandIn())
     assert kernels.run("cuda").words.startswith("on each of 3 devices ")
+
+
+@pytest.mark.parametrize(("full", "where"), [({1}, "no room on 1 of them"), ({0, 1, 2}, "no room"), ((), "all tried")])
+def test_what_one_device_cannot_try_was_not_tried_on_all(monkeypatch, full, where):
+    without, whole = passed("kernels", "no room", left_out=(kernels.FAR_ROWS,)), passed("kernels", "all tried")
+    monkeypatch.setattr(kernels, "number_of", lambda kind: 3)
+    monkeypatch.setattr(kernels, "TorchDevice", lambda kind, number: number)
+    monkeypatch.setattr(kernels, "check", lambda number: without if number in full else whole)
+    found = kernels.run("cuda")
+    assert (found.result, found.words) == (Result.PASSED, f"on each of 3 devices {where}")
+    assert found.left_out == ((kernels.FAR_ROWS,) if full else ())
 
 
 @pytest.fixture

@@ -33,6 +33,8 @@ GOOD, BAD = passed("kernels", "every row is right"), failed("answers", "2 of 24 
 FAST = passed("copy rates", "1,024 MiB", (Figure("gather", 50.0, 0.96, "a pinned copy", 0.97, 0.9 * 0.97),))
 NOT_FOR_IT = msgspec.structs.replace(skipped("kernels", "memory of the host needs none"), applies=False)
 LEFT_OUT = skipped("fetches", "no UCX here")
+IN_HOST = passed("transports in host memory", "5 of 5 move every byte")
+IN_PART = passed("kernels", "every row is right, but far ones", left_out=("kernels beyond 4 GiB",))
 SLOW = passed("copy rates", "1,024 MiB", (Figure("gather", 40.0, 0.8, "a pinned copy", 0.97, 0.9 * 0.97),))
 
 
@@ -83,6 +85,35 @@ SLOW = passed("copy rates", "1,024 MiB", (Figure("gather", 40.0, 0.8, "a pinned 
             "this says nothing of devices.",
         ),
         ("tpu", [LEFT_OUT], "skipped", "Nothing was checked. Not checked: fetches; the reasons are below."),
+        # Nor is what lies between two processes of the host.
+        (
+            "cuda",
+            [IN_HOST, LEFT_OUT],
+            "skipped",
+            "Nothing was checked on this machine's CUDA devices. What was checked of kvferry is right with the memory "
+            "of their host. Not checked: fetches; the reasons are below.",
+        ),
+        ("cuda", [IN_HOST, GOOD], "passed", "kvferry is right with this machine's CUDA devices."),
+        (
+            "cuda",
+            [failed("transports in host memory", "bytes are wrong"), GOOD],
+            "failed",
+            "Do not use kvferry with this machine's CUDA devices as they are set up: transports in host memory failed.",
+        ),
+        (
+            "cpu",
+            [IN_HOST],
+            "passed",
+            "kvferry is right with this machine's host memory. No accelerator was checked: "
+            "this says nothing of devices.",
+        ),
+        (
+            "cuda",
+            [IN_PART, LEFT_OUT],
+            "passed",
+            "What was checked of kvferry is right with this machine's CUDA devices. Not checked: kernels beyond 4 GiB "
+            "and fetches; the reasons are below.",
+        ),
     ],
 )
 def test_the_verdict_is_in_plain_words(device, found, result, words):
@@ -307,12 +338,23 @@ def test_every_check_is_there_and_says_of_every_device_whether_it_is_for_it():
 # --- the command ---
 
 
+NOT_RUN_ON_CPUS = {"UCX settings", "kernels", "copy rates", "transports in device memory", "arrays of JAX"}
+
+
 def test_only_what_is_asked_for_is_run_and_told_as_json(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = CliRunner().invoke(app, ["qualify", "--only", "transports in host memory", "--json"])
-    assert found.exit_code in (0, 1), found.output
+    found = CliRunner().invoke(app, ["qualify", "--only", "transports in host memory", "--device", "cpu", "--json"])
+    assert found.exit_code == 0, found.output
     told = json.loads(found.stdout)
-    assert [each["check"] for each in told["outcomes"]] == ["machine", "transports in host memory"]
+    results = {each["check"]: each["result"] for each in told["outcomes"]}
+    assert results.keys() == {check.name for check in CHECKS}
+    assert {name for name, result in results.items() if result == "passed"} == {"machine", "transports in host memory"}
+    words = {each["check"]: each["words"] for each in told["outcomes"] if each["applies"]}
+    left_out = [name for name, text in words.items() if text == "left out by --only"]
+    assert left_out == ["fetches", "answers", "restart"]
+    assert {each["check"] for each in told["outcomes"] if not each["applies"]} == NOT_RUN_ON_CPUS
+    assert told["verdict"].startswith("What was checked of kvferry is right with this machine's host memory.")
+    assert told["verdict"].endswith("Not checked: fetches, answers and restart; the reasons are below.")
     assert told["device"] == "cpu"
     text = (tmp_path / "kvferry-qualify.html").read_text()
     assert told["verdict"].replace("'", "&#39;") in text
@@ -380,7 +422,18 @@ def test_a_driver_that_ends_the_process_leaves_the_choice_to_the_user(monkeypatc
     assert (found.exit_code, "name one with --device" in found.output) == (2, True)
 
 
-@pytest.mark.parametrize(("outcome", "code"), [(GOOD, 0), (SLOW, 1), (BAD, 2), (LEFT_OUT, 0)])
+def test_a_device_that_no_check_was_asked_to_touch_is_not_qualified(monkeypatch):
+    monkeypatch.setattr(reports, "outcomes", lambda *_: iter([passed("machine", "2 x H100"), IN_HOST]))
+    monkeypatch.setattr(reports, "missing_modules", lambda extra: [])
+    words = ["qualify", "--device", "cuda", "--only", IN_HOST.check, "--page", ""]
+    found = CliRunner().invoke(app, words)
+    shown = " ".join(found.output.split())
+    assert found.exit_code == 3, found.output
+    assert "Nothing was checked on this machine's CUDA devices." in shown
+    assert "Not checked: UCX settings, kernels, copy rates, transports in device memory, fetches, answers" in shown
+
+
+@pytest.mark.parametrize(("outcome", "code"), [(GOOD, 0), (SLOW, 1), (BAD, 2), (LEFT_OUT, 3)])
 def test_the_exit_code_says_what_came_of_it(monkeypatch, outcome, code):
     monkeypatch.setattr(reports, "outcomes", lambda *_: iter([outcome]))
     found = CliRunner().invoke(app, ["qualify", "--device", "cpu", "--page", ""])

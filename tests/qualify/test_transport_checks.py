@@ -277,6 +277,39 @@ def test_what_auto_takes_must_not_be_far_slower_than_the_best(rate, is_slow):
     assert slow == (["2 to 1, auto, host memory"] if is_slow else [])
 
 
+def test_the_only_way_is_not_as_fast_as_is_expected_because_it_is_as_fast_as_itself():
+    (figure,) = fetches._figures(fetches.Parallel(2, 1), {fetches.paths("cpu")[0]: 4.0})
+    assert (figure.gigabytes_per_s, figure.share, figure.of, figure.expected, figure.least) == (4.0, 0.0, "", 0.0, 0.0)
+
+
+def test_fetches_through_memory_of_the_device_that_cannot_be_are_told(once, monkeypatch):
+    """Host memory stands for that of a device which neither NIXL nor UCX reaches."""
+    ways = fetches.paths("cpu")[:1]
+    monkeypatch.setattr(fetches, "paths", lambda kind: ways)
+    assert fetches.check(IN_HOST, LITTLE).left_out == ()
+    device = TorchDevice("cpu")
+    device.kind = "cuda"
+    monkeypatch.setattr(fetches, "number_of", lambda kind: 1)
+    monkeypatch.setattr(fetches, "_Target", lambda *_: Measured())
+    found = fetches.check(device, LITTLE)
+    assert (found.result, found.left_out) == (Result.PASSED, ("fetches through memory of the device",))
+    assert found.words.endswith("not through memory of the device, which no NIXL and UCX here reach")
+    assert not any(figure.least for figure in found.figures)
+
+
+class Measured:
+    """A target whose fetches are right."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def measured(self, path):
+        return 1.0, SimpleNamespace(num_bytes=1, strategy="pack", transport="shm", choice="")
+
+
 @pytest.mark.parametrize(("num_devices", "source"), [(1, 2), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (16, 8)])
 def test_as_many_devices_take_part_as_there_are(num_devices, source):
     assert fetches.pairs_for(num_devices) == (fetches.Parallel(source, 1), fetches.Parallel(1, 2))

@@ -40,7 +40,8 @@ class Figure(msgspec.Struct, frozen=True):
 
 class Outcome(msgspec.Struct, frozen=True):
     """What came of the check called `check`. `words` says what was seen, why it failed, or why it was skipped. `facts`
-    are names and values. Where `applies` is false the check has nothing to say of the kind of device."""
+    are names and values. Where `applies` is false the check has nothing to say of the kind of device. `left_out` names
+    parts of a check that could not be tried here; `words` says why."""
 
     check: str
     result: Result
@@ -49,17 +50,22 @@ class Outcome(msgspec.Struct, frozen=True):
     facts: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
     applies: bool = True
+    left_out: tuple[str, ...] = ()
 
 
 def passed(
-    check: str, words: str, figures: tuple[Figure, ...] = (), facts: tuple[tuple[str, str], ...] = ()
+    check: str,
+    words: str,
+    figures: tuple[Figure, ...] = (),
+    facts: tuple[tuple[str, str], ...] = (),
+    left_out: tuple[str, ...] = (),
 ) -> Outcome:
     """The outcome of a check that found nothing wrong. It counts as slow if a figure is."""
     slow = [figure for figure in figures if figure.is_slow]
     if slow:
         told = "; ".join(f"{each.name}: {each.share:.0%} of {each.of}, expected {each.expected:.0%}" for each in slow)
-        return Outcome(check, Result.SLOW, f"{words}; slower than expected: {told}", figures, facts)
-    return Outcome(check, Result.PASSED, words, figures, facts)
+        return Outcome(check, Result.SLOW, f"{words}; slower than expected: {told}", figures, facts, left_out=left_out)
+    return Outcome(check, Result.PASSED, words, figures, facts, left_out=left_out)
 
 
 def failed(check: str, words: str) -> Outcome:

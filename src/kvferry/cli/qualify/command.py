@@ -28,7 +28,7 @@ class QualifyOptions:
 def qualify(context: typer.Context, options: QualifyOptions) -> int:
     """Check within ten minutes whether kvferry is right and fast with this machine's devices, and say so on one page.
 
-    Exit code: 0, 1 where something is slower than expected, 2 where something is wrong.
+    Exit code: 0, 1 where something is slower than expected, 2 where something is wrong, 3 where nothing was checked.
     """
     from kvferry.cli.qualify import report
 

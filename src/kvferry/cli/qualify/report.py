@@ -18,7 +18,7 @@ from kvferry import __version__
 from kvferry.cli import console
 from kvferry.cli.qualify.checks import CHECKS, Check
 from kvferry.cli.qualify.command import QualifyOptions
-from kvferry.cli.qualify.run import outcomes
+from kvferry.cli.qualify.run import not_asked_for, outcomes
 from kvferry.cli.signals import end_as_ctrl_c
 from kvferry.errors import ConfigurationError
 from kvferry.extras import INCLUDED, MissingExtraError, how_to_install, missing_modules
@@ -30,7 +30,7 @@ from kvferry.qualify.verdict import Report, report_of
 from kvferry.staging.device.table import devices, load_devices
 from kvferry.transport.memory_kind import HOST
 
-EXIT_CODES: Final = {Result.PASSED: 0, Result.SKIPPED: 0, Result.SLOW: 1, Result.FAILED: 2}
+EXIT_CODES: Final = {Result.PASSED: 0, Result.SLOW: 1, Result.FAILED: 2, Result.SKIPPED: 3}
 VENDORS: Final = dict.fromkeys(("rocm", "xpu"), ", after torch and its Triton from the index of that vendor's builds")
 FIND: Final = "kvferry.qualify.find_device"
 FIND_S: Final = 120.0
@@ -48,6 +48,7 @@ def qualify(options: QualifyOptions) -> int:
     console.say(f"checking {kind} devices" if kind != HOST else f"checking memory of the host{reached}")
     began = time.monotonic()
     found = list(outcomes(checks, kind, console.say, cleaner(_names())))
+    found += [not_asked_for(check, kind) for check in CHECKS if check not in checks]
     report = report_of(__version__, kind, found, time.monotonic() - began)
     if options.as_json:
         console.data(as_json(report))

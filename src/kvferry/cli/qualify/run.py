@@ -25,6 +25,7 @@ LEAST_S: Final = 5.0
 STOP_S: Final = 10.0
 LAST_WORDS: Final = 300
 NOT_ENDED: Final = "it has not ended"
+NOT_ASKED_FOR: Final = "left out by --only"
 
 Tell = Callable[[str], None]
 
@@ -45,9 +46,20 @@ def outcomes(
         yield found
 
 
-def _outcome(check: Check, kind: str, unfit: str, left_s: float, over: str) -> Outcome:
+def not_asked_for(check: Check, kind: str) -> Outcome:
+    """The outcome of a check that is not run, so that nobody takes its absence for a pass."""
+    return _not_for(check, kind) or skipped(check.name, NOT_ASKED_FOR)
+
+
+def _not_for(check: Check, kind: str) -> Outcome | None:
     if reason := check.not_for.get(kind, ""):
         return msgspec.structs.replace(skipped(check.name, reason), applies=False)
+    return None
+
+
+def _outcome(check: Check, kind: str, unfit: str, left_s: float, over: str) -> Outcome:
+    if silent := _not_for(check, kind):
+        return silent
     if unfit or left_s < LEAST_S:
         return skipped(check.name, unfit or over)
     found = _timed(check, kind, min(check.limit_s, left_s))
