@@ -400,6 +400,30 @@ def test_nothing_that_anybody_sees_names_the_machine(module, monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        # Of 300 characters the first would be amid a path, and amid a name.
+        ("/home/bob/" + "secret" * 60 + "/lib.so: no", "(path): no"),
+        ("cannot open '/home/bob/secret keys/" + "x" * 290 + "'", "cannot open '(path)'"),
+        ("on gpu-node-17 " + "y" * 292, "(name) " + "y" * 292),
+        # Of more than ten thousand, whole lines.
+        ("secret " * 2000 + "\nat /home/bob/keys\nno", "at (path) no"),
+        ("secret" * 2000 + "\rno", "no"),
+        ("/home/bob/" + "secret" * 2000, "(a line too long to be shown)"),
+        ("ü" * 9000, "(a line too long to be shown)"),
+        ("", "it has said nothing"),
+    ],
+)
+def test_the_last_words_of_a_check_are_cleaned_before_they_are_cut(module, said, shown):
+    check = module("saying", f"import os\ndef run(kind): print({said!r}, end='', flush=True); os._exit(3)")
+    (found,) = outcomes([check], "cpu", lambda _: None, cleaner(NAMES))
+    start, _, words = found.words.partition("(exit code 3): ")
+    assert (start, len(words) <= 300) == ("its process has ended ", True)
+    assert words.endswith(shown), words
+    assert not re.search("bob|secret|keys|gpu|node", words)
+
+
+@pytest.mark.parametrize(
     ("bus", "reached", "kind"),
     [
         ([], {}, "cpu"),

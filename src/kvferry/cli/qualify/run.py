@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,14 +25,17 @@ LEAST_S: Final = 5.0
 """No check begins with less time than this left."""
 STOP_S: Final = 10.0
 LAST_WORDS: Final = 300
+MOST_READ: Final = 10_000
+"""The end of a log of which the last words are taken. To clean a long word takes time with the square of its length."""
 NOT_ENDED: Final = "it has not ended"
 NOT_ASKED_FOR: Final = "left out by --only"
 
 Tell = Callable[[str], None]
+Clean = Callable[[Outcome], Outcome]
 
 
 def outcomes(
-    checks: Sequence[Check], kind: str, tell: Tell, clean: Callable[[Outcome], Outcome], total_s: float = TOTAL_S
+    checks: Sequence[Check], kind: str, tell: Tell, clean: Clean, total_s: float = TOTAL_S
 ) -> Iterator[Outcome]:
     """Run all checks within `total_s` altogether, and yield each outcome after `clean`. Where the machine itself is not
     fit, nothing else is tried."""
@@ -39,7 +43,7 @@ def outcomes(
     unfit, over = "", f"the {total_s / 60:.3g} minutes are over"
     for number, check in enumerate(checks, 1):
         tell(f"[{number}/{len(checks)}] {check.name} …")
-        found = clean(_outcome(check, kind, unfit, deadline - time.monotonic(), over))
+        found = clean(_outcome(check, kind, unfit, deadline - time.monotonic(), over, clean))
         if check is checks[0] and found.result is Result.FAILED:
             unfit = f"{check.name}: {found.words}"
         tell(f"    {found.result}: {found.words}")
@@ -57,24 +61,24 @@ def _not_for(check: Check, kind: str) -> Outcome | None:
     return None
 
 
-def _outcome(check: Check, kind: str, unfit: str, left_s: float, over: str) -> Outcome:
+def _outcome(check: Check, kind: str, unfit: str, left_s: float, over: str, clean: Clean) -> Outcome:
     if silent := _not_for(check, kind):
         return silent
     if unfit or left_s < LEAST_S:
         return skipped(check.name, unfit or over)
-    found = _timed(check, kind, min(check.limit_s, left_s))
+    found = _timed(check, kind, min(check.limit_s, left_s), clean)
     is_cut_off = found.words.startswith(NOT_ENDED) and left_s < check.limit_s
     return skipped(check.name, over) if is_cut_off else found
 
 
-def _timed(check: Check, kind: str, limit_s: float) -> Outcome:
+def _timed(check: Check, kind: str, limit_s: float, clean: Clean) -> Outcome:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvferry-qualify-") as folder:
-        found = _run(check, kind, limit_s, Path(folder))
+        found = _run(check, kind, limit_s, Path(folder), clean)
     return msgspec.structs.replace(found, check=check.name, seconds=round(time.monotonic() - began, 1))
 
 
-def _run(check: Check, kind: str, limit_s: float, folder: Path) -> Outcome:
+def _run(check: Check, kind: str, limit_s: float, folder: Path, clean: Clean) -> Outcome:
     told, log = folder / "outcome.json", folder / "log"
     command = [sys.executable, "-m", "kvferry.cli.qualify.one_check", check.module, kind, str(told)]
     with log.open("wb") as output:
@@ -91,7 +95,7 @@ def _run(check: Check, kind: str, limit_s: float, folder: Path) -> Outcome:
             _end(process)
     if told.exists():
         return msgspec.json.decode(told.read_bytes(), type=Outcome)
-    return failed(check.name, f"its process has ended ({_ending(process.returncode)}): {_last_words(log)}")
+    return failed(check.name, f"its process has ended ({_ending(process.returncode)}): {_last_words(log, clean)}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -107,6 +111,20 @@ def _ending(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _last_words(log: Path) -> str:
-    text = " ".join(log.read_text(encoding="utf-8", errors="replace").split())
-    return text[-LAST_WORDS:] or "it has said nothing"
+def _last_words(log: Path, clean: Clean) -> str:
+    """The end of what it has said. It is cleaned before it is cut: half of a path or a name is none for `clean`."""
+    text = " ".join(_last_lines(log).split())
+    return clean(failed("", text)).words[-LAST_WORDS:] or "it has said nothing"
+
+
+def _last_lines(log: Path) -> str:
+    """Whole lines from the end of a log, of `MOST_READ` bytes at most."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - MOST_READ - 1, 0))
+        end = file.read()
+    if size > MOST_READ:
+        # The first line is cut.
+        ended = re.search(rb"[\r\n]", end)
+        end = end[ended.end() :] if ended else b"(a line too long to be shown)"
+    return end.decode("utf-8", errors="replace")
