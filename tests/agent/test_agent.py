@@ -102,6 +102,7 @@ def test_an_empty_range_is_valid_and_moves_nothing(make_rank):
     check(target, num_tokens=0)
 
 
+@pytest.mark.slow
 def test_a_made_up_reference_is_a_typed_failure_and_frees_the_blocks(make_rank):
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET)
     real = leased(source)

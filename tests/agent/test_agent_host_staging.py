@@ -54,6 +54,7 @@ def make_far():
 
 
 @pytest.mark.parametrize("transport", ["shm", "cma", "tcp", NIXL])
+@pytest.mark.slow
 def test_both_engines_are_far(make_far, transport):
     source, target = make_far("p0", transport=transport), make_far("d0", transport=transport)
     report = moved(source, target, tables=TABLES)

@@ -40,6 +40,7 @@ class Crawling(FaultyTransport):
 
 
 @pytest.mark.parametrize("may_switch_direction", [False, True])
+@pytest.mark.slow
 def test_a_source_writes_where_reading_crawls(make_rank, may_switch_direction):
     source, target = (
         make_rank("p0", SHAPE),

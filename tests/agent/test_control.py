@@ -478,6 +478,7 @@ def test_beyond_the_limit_nobody_gets_in_until_somebody_leaves(channel):
     assert [arrival.frame for arrival in frames(listener, connector)] == [b"question"]
 
 
+@pytest.mark.slow
 def test_who_connects_and_says_nothing_does_not_stay(channel):
     listener = channel(OURS)
     place = listener.address.removeprefix("tcp://").split(":")

@@ -83,6 +83,7 @@ async def located_at(held, memory, handshake_s=30.0):
         await decode.locate("tcp://{}:{}".format(*held.getsockname()))
 
 
+@pytest.mark.slow
 async def test_where_nobody_listens_that_is_said_after_some_seconds(memory):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -95,6 +96,7 @@ async def test_where_nobody_says_anything_that_is_said_in_time(memory):
         await located_at(held, memory, handshake_s=1.0)
 
 
+@pytest.mark.slow
 async def test_another_program_at_the_address_is_told_from_an_engine(memory):
     async def answer(reader, writer):
         writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")

@@ -91,6 +91,7 @@ def test_every_finding_says_what_to_do():
 
 
 @pytest.mark.parametrize(("chosen", "says"), [({}, False), ({"UCX_LOG_LEVEL": "warn"}, True)])
+@pytest.mark.slow
 def test_ucx_says_nothing_itself_unless_it_was_told_to(chosen, says):
     pytest.importorskip("nixl_cu13")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "NIXL_"))}

@@ -78,6 +78,7 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(tmp_path,
         ("route", "opentelemetry", "otel"),
     ],
 )
+@pytest.mark.slow
 def test_each_library_alone_is_told_of(tmp_path, command, module, extra):
     options = ("--model", str(tmp_path)) if command == "serve" else ("--otel", "--decode", "http://127.0.0.1:1")
     done = run(tmp_path, command, "--port", "0", *options, hidden=(module,))
@@ -86,6 +87,7 @@ def test_each_library_alone_is_told_of(tmp_path, command, module, extra):
     assert f"the Python package {module} is not installed: pip install 'kvferry[{extra}]'" in line
 
 
+@pytest.mark.slow
 def test_a_transport_that_is_asked_for_by_name_names_its_extra(tmp_path):
     options = ("--transport", "nixl", "--port", "0")
     done = run(tmp_path, "serve", *options, hidden=("nixl", "nixl_cu12", "nixl_cu13"))

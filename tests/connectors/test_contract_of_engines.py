@@ -92,8 +92,11 @@ def other_process():
     return under_test(cache, view, shared.close, lambda config: OtherProcess(config, shared.memory))
 
 
+MADE = [toy, *(pytest.param(each, marks=pytest.mark.slow) for each in (head_major, other_process))]
+
+
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("make", [toy, head_major, other_process], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
 def test_an_engine_keeps_the_contract(make, check):
     check(make)
 

@@ -18,6 +18,7 @@ def bench(*arguments):
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_a_fleet_is_measured_with_its_own_token_counts(start_fleet):
     fleet = start_fleet()
     facts = bench(

@@ -17,6 +17,8 @@ from test_main_job import prompt_of
 STEP_TOKENS = 256
 NUM_STEPS = 14
 NUM_TOKENS = NUM_STEPS * STEP_TOKENS + 100
+pytestmark = pytest.mark.slow
+
 EARLY = {"do_remote_decode": True, "kvferry": {"early": True}}
 WAYS = {
     "push": ("--transfer-direction", "push", "--strategy", "direct"),
@@ -237,7 +239,6 @@ def test_a_client_of_a_router_leaves_in_the_middle(site, router):
         site.p.until_free()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_prefill_engine_is_killed_in_the_middle(site, way):
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=6)
@@ -255,7 +256,6 @@ def test_the_prefill_engine_is_killed_in_the_middle(site, way):
     expect_end(prefill, prompt, expected)
 
 
-@pytest.mark.slow
 def test_a_routers_prefill_engine_is_killed_in_the_middle(site, router):
     """The router sees it first: decode is asked again, alone. Its client waits, and sees nothing else of it."""
     target, prompt = site.targets["pack"], prompt_of(NUM_TOKENS, seed=9)

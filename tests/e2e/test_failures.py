@@ -79,6 +79,7 @@ def test_a_reference_used_with_another_prompt_is_not_used(fleet):
         assert (tokens, report["recomputed"]) == (alone(fleet, mine), reason)
 
 
+@pytest.mark.slow
 def test_of_a_window_only_what_is_still_there_is_used(fleet_with_windows):
     """Layers with a window of 192 tokens keep no more: of a longer prompt, not what its beginning would need."""
     fleet = fleet_with_windows
@@ -109,6 +110,7 @@ def test_parameters_that_make_no_sense_are_recomputed(fleet):
     assert (tokens, report["recomputed"]) == (alone(fleet, prompt), "malformed")
 
 
+@pytest.mark.slow
 def test_prefill_killed_between_prefill_and_decode(fleet):
     prompt = prompt_of(80, seed=6)
     params = prefill(fleet, prompt)
@@ -136,6 +138,7 @@ def test_prefill_killed_while_it_computes(fleet):
     assert after.token_ids == alone(fleet, prompt_of(20, seed=8))
 
 
+@pytest.mark.slow
 def test_a_router_and_a_decode_engine_that_die_are_started_again(fleet):
     for name in ("router", "decode-0"):
         killed = fleet.pids[name]
@@ -155,6 +158,7 @@ def test_a_restarted_prefill_engine_serves_again(fleet):
     assert answer.report["tokens_received"] == 39
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_open_when_all_stops_ends_with_an_error(start_fleet):
     """Never with a silent end: the client must be able to tell a broken answer from a finished one."""
     fleet = start_fleet(transport="shm")

@@ -45,6 +45,7 @@ def engine_pod(name: str, url: str, **metadata: str) -> dict:
     return pod(name, name, parts.hostname, parts.port, **metadata)
 
 
+@pytest.mark.slow
 def test_engines_come_and_go_with_their_pods(start, tiny_model, tmp_path, api, monkeypatch):
     monkeypatch.setenv("KUBECONFIG", api.kubeconfig(tmp_path / "kubeconfig"))
     _, router = start("router", "route", "--port", "0", *SELECT)

@@ -10,8 +10,8 @@ from test_main_job import prompt_of
 @pytest.mark.parametrize(
     ("transport", "strategy"),
     [
-        ("tcp", "scatter"),
         ("auto", "pack"),
+        pytest.param("tcp", "scatter", marks=pytest.mark.slow),
         pytest.param("tcp", "pack", marks=pytest.mark.slow),
         pytest.param("auto", "scatter", marks=pytest.mark.slow),
     ],

@@ -36,7 +36,7 @@ def run(tiny_model):
 
 
 @pytest.mark.parametrize(
-    "transport", ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cma", "tcp")), "nixl"]
+    "transport", ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cma", "tcp", "nixl"))]
 )
 def test_once_answers_proves_and_stops(run, transport):
     if transport == "nixl":
@@ -49,6 +49,7 @@ def test_once_answers_proves_and_stops(run, transport):
     assert (facts["transport"], facts["strategy"], facts["tokens_computed"]) == (transport, "direct", 1)
 
 
+@pytest.mark.slow
 def test_the_proof_may_draw_tokens_with_one_seed(run):
     texts = set()
     for seed in ("7", "8"):
@@ -61,7 +62,8 @@ def test_the_proof_may_draw_tokens_with_one_seed(run):
     assert len(texts) == 2
 
 
-@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.slow
 def test_prefill_may_write_instead_of_decode_reading(run, transport):
     arguments = ("--transport", transport, "--prefill-block-tokens", "16", "--decode-block-tokens", "12", "--json")
     result = run("--once", "The ferry leaves at dawn", "--transfer-direction", "push", *arguments)
@@ -85,6 +87,7 @@ def test_a_model_that_is_not_there_is_one_clear_message(run):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_weights_that_are_cut_off_are_one_clear_message(run, tiny_model, tmp_path):
     """As an interrupted download leaves them."""
     folder = shutil.copytree(tiny_model, tmp_path / "cut")
@@ -121,6 +124,7 @@ def test_an_empty_prompt_is_one_clear_message(run):
     assert "--once needs a prompt" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_cache_is_one_clear_message(run):
     result = run("--once", "word " * 500, "--cache-tokens", "256")
     assert (result.returncode, result.stdout) == (2, "")
@@ -152,6 +156,7 @@ def test_children_do_not_outlive_a_killed_parent(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize(("after", "code"), [("starting", 130), ("Ctrl-C or SIGTERM stops", 0)])
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_ends_everything_and_leaves_nothing(tiny_model, tmp_path, after, code):
     command = [sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
     # Whoever runs these tests may have had it ignored, which children inherit.
@@ -173,6 +178,7 @@ def test_a_terminal_that_is_closed_ends_everything_and_leaves_nothing(tiny_model
     assert not list(tmp_path.glob("kvferry-*"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_what_a_script_has_started_in_the_background(tiny_model):
     """A shell without job control has such a process ignore SIGINT."""
     command = [sys.executable, "-m", "kvferry", "up", "--model", str(tiny_model), "--port", "0"]
@@ -228,6 +234,7 @@ def windowed_model(tiny_model, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_with_sliding_windows_and_other_blocks_on_each_side(run, windowed_model):
     prompt = "the river and the ferry cross, " * 30
     result = run("--once", prompt, "--decode-block-tokens", "24", "--json", model=windowed_model)
@@ -239,6 +246,7 @@ def test_a_model_with_sliding_windows_and_other_blocks_on_each_side(run, windowe
     assert facts["bytes"] == (num_full_tokens * 1 + num_window_tokens * 5) * 2 * 2 * 32 * 4
 
 
+@pytest.mark.slow
 def test_the_whole_fleet_can_ask_for_a_key(tiny_model):
     """Engines, router and the proof share it through the environment."""
     environment = {**os.environ, "KVFERRY_API_KEY": "a-key-of-this-test"}

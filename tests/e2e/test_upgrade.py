@@ -20,6 +20,8 @@ from fleet_clients import PROMPTS, Clients, asked, replace, tokens_of
 
 import kvferry
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 RELEASE = "Release "
 # In the place of what the words of `Process` begin with.

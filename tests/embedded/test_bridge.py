@@ -322,6 +322,7 @@ async def test_a_promise_is_not_over_before_all_is_computed():
         assert dict(source.transfer.leases_ended) == {"done": 2}
 
 
+@pytest.mark.slow
 async def test_a_promise_is_kept_longer_than_a_lease_lives():
     """Nothing is computed for so long that an offer of later ends."""
     async with two_sides(lease_s=3.0) as (source, target):
@@ -339,6 +340,7 @@ async def in_a_room(source):
 
 
 @pytest.mark.parametrize("ask", [offered, in_a_room])
+@pytest.mark.slow
 async def test_a_cache_is_kept_longer_than_a_lease_lives_while_its_reader_waits_for_blocks(ask):
     async with two_sides(lease_s=3.0) as (source, target):
         remote = await target.transfer.hold("q1", await ask(source))
@@ -430,6 +432,7 @@ async def test_a_room_is_for_one_request_at_a_time():
             await promise_in_room(source, prompt(4), "r2")
 
 
+@pytest.mark.slow
 async def test_a_room_where_nobody_listens_is_an_error():
     async with two_sides() as (source, target):
         params = in_room(source)

@@ -42,5 +42,6 @@ def test_the_engine_keeps_the_contract(check: Check, model_path: Path) -> None:
 
 
 @pytest.mark.parametrize("check", CONTRACT[:3], ids=lambda check: check.__name__)
+@pytest.mark.slow
 def test_an_engine_with_rings_keeps_the_contract(check: Check, sliding_path: Path) -> None:
     check(lambda: engine_of(sliding_path))

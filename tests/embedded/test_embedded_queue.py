@@ -63,6 +63,7 @@ async def until(is_so: Callable[[], bool], pause_s: float = 0.01) -> None:
 
 
 @pytest.mark.parametrize("ours", [{}, IN_A_ROOM], ids=["reference", "room"])
+@pytest.mark.slow
 def test_a_cache_outlives_its_lease_while_its_request_waits(
     loop: Loop, source: Engine, target: Engine, ours: dict[str, Any]
 ) -> None:

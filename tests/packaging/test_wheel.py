@@ -155,6 +155,7 @@ def test_with_the_agents_extra_a_peer_is_asked(installed):
     assert "no engine answers at tcp://127.0.0.1:1" in done.stdout
 
 
+@pytest.mark.slow
 def test_with_the_engines_extra_the_whole_job_is_done(installed, tmp_path):
     cache = os.environ.get("KVFERRY_CACHE", str(tmp_path))
     done = installed("engine").run("up", "--once", "The ferry leaves", "--json", KVFERRY_CACHE=cache)

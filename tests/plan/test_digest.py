@@ -199,6 +199,7 @@ WRONG = {
 @pytest.mark.uncounted  # Element by element over a thousand tokens.
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("what", WRONG)
+@pytest.mark.slow
 def test_a_sample_finds_every_whole_thing_that_is_wrong(what, seed):
     pair = long_pair(seed=seed)
     theirs, ours = pair.digests()

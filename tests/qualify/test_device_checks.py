@@ -62,6 +62,7 @@ def test_pinned_memory_that_the_device_does_not_reach_is_found(reads, way):
     assert (found.result, way in found.words) == (Result.FAILED, True), found.words
 
 
+@pytest.mark.slow
 def test_every_device_is_tried_and_the_wrong_one_is_named(monkeypatch):
     monkeypatch.setattr(kernels, "number_of", lambda kind: 3)
     monkeypatch.setattr(kernels, "TorchDevice", lambda kind, number: Shortened() if number == 1 else StandIn())

@@ -232,6 +232,7 @@ def test_whatever_goes_wrong_there_is_a_failure_of_the_check(module, name, body,
     assert (found.result, words in found.words) == (Result.FAILED, True), found.words
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_is_ended_with_all_that_it_has_started(module, tmp_path):
     child = tmp_path / "child"
     body = (
@@ -285,6 +286,7 @@ def test_nothing_is_left_of_a_check_whose_command_is_ended(module, tmp_path, mon
     assert number == signal.SIGKILL or list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_the_ten_minutes_cut_off_has_not_failed(module):
     (found,) = run(module("slow", "import time\ndef run(kind): time.sleep(600)", limit_s=60.0), total_s=6.0)
     assert (found.result, found.words) == (Result.SKIPPED, "the 0.1 minutes are over")
@@ -341,6 +343,7 @@ def test_every_check_is_there_and_says_of_every_device_whether_it_is_for_it():
 NOT_RUN_ON_CPUS = {"UCX settings", "kernels", "copy rates", "transports in device memory", "arrays of JAX"}
 
 
+@pytest.mark.slow
 def test_only_what_is_asked_for_is_run_and_told_as_json(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = CliRunner().invoke(app, ["qualify", "--only", "transports in host memory", "--device", "cpu", "--json"])

@@ -223,6 +223,7 @@ def once(monkeypatch):
     monkeypatch.setattr(fetches, "STRATEGIES", ("auto", "pack"))
 
 
+@pytest.mark.slow
 def test_every_way_brings_every_byte(once):
     found = fetches.check(IN_HOST, LITTLE)
     assert found.result in (Result.PASSED, Result.SLOW), found.words
@@ -235,6 +236,7 @@ def test_every_way_brings_every_byte(once):
     ("side", "words"),
     [("target", "auto, host memory: 1 elements are wrong"), ("others", "blocks of others were touched")],
 )
+@pytest.mark.slow
 def test_one_wrong_byte_after_a_fetch_is_a_failure(once, monkeypatch, side, words):
     ranks = []
 
@@ -257,6 +259,7 @@ def test_one_wrong_byte_after_a_fetch_is_a_failure(once, monkeypatch, side, word
     assert (found.result, words in found.words) == (Result.FAILED, True), found.words
 
 
+@pytest.mark.slow
 def test_a_cache_that_does_not_arrive_is_a_failure(once, monkeypatch):
     monkeypatch.setattr(fetches, "next_notice", lambda notices: SimpleNamespace())
     found = fetches.check(IN_HOST, LITTLE)
@@ -282,6 +285,7 @@ def test_the_only_way_is_not_as_fast_as_is_expected_because_it_is_as_fast_as_its
     assert (figure.gigabytes_per_s, figure.share, figure.of, figure.expected, figure.least) == (4.0, 0.0, "", 0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_fetches_through_memory_of_the_device_that_cannot_be_are_told(once, monkeypatch):
     """Host memory stands for that of a device which neither NIXL nor UCX reaches."""
     ways = fetches.paths("cpu")[:1]

@@ -74,6 +74,7 @@ async def test_a_kind_that_keeps_failing_costs_no_prefill_requests_for_a_while(n
 
 
 @pytest.mark.parametrize("num_prefills", [1, 2])
+@pytest.mark.slow
 async def test_requests_that_take_too_long_everywhere_take_nobody_out(num_prefills):
     """Nor do they wait for long each time: such requests have no prefill request for a while, others have one."""
     engines = prefills(num_prefills, hanging)

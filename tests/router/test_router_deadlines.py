@@ -77,6 +77,7 @@ async def test_a_stream_that_takes_too_long_ends_with_that_word():
 )
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
 @pytest.mark.timeout(60)
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_keeps_no_engine(limits, headers, streams):
     """What it does not take fills the buffers between: the router's part of them, 64 KiB, and the system's."""
     d = decode_engine("d0", endless if streams else huge)

@@ -70,6 +70,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("step", "engines", "run"), list(cases()))
+@pytest.mark.slow
 def test_the_share_of_good_requests_is_that_of_the_model_with_each_step(exact, step, engines, run):
     cost = step_cost_named(step)
     cost = replace(cost, token_s=cost.token_s / exact.SCALE)

@@ -40,6 +40,7 @@ def test_nothing_is_wrong_whatever_goes_wrong():
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.slow
 def test_a_planted_defect_is_found(name):
     begin = BEGIN_AT.get(name, 0)
     assert first_violation(DEFECTS[name], range(begin, begin + MAX_DEFECT_RUNS))

@@ -366,6 +366,7 @@ def patient_world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("direction", Direction)
+@pytest.mark.slow
 def test_connections_that_are_not_used_have_no_threads(
     patient_world: World, direction: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:

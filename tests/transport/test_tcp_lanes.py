@@ -90,6 +90,7 @@ def test_a_long_ticket_goes_over_all_connections_and_ends_once(
     assert world.near.transport.poll() == []
 
 
+@pytest.mark.slow
 def test_only_the_first_connection_is_kept_when_there_is_nothing_to_do(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

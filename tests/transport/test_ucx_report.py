@@ -192,6 +192,7 @@ def test_a_connection_that_a_peer_has_opened_is_nobody_elses(monkeypatch: pytest
     assert (agents.carriers("first"), agents.carriers("second")) == (("tcp/2",), ("tcp/3",))
 
 
+@pytest.mark.slow
 def test_nothing_waits_for_the_interpreter_while_ucx_lists() -> None:
     """UCX holds a lock then for which others wait who hold that of Python. The whole process would stop."""
     pytest.importorskip("nixl_cu13")
