@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 import uvicorn
 from aiohttp import web
+from multidict import CIMultiDict
 
 from kvferry.http.request_fields import Endpoint
 from kvferry.router.config import RouterConfig
@@ -32,7 +33,7 @@ class Seen:
     """A request as an engine got it."""
 
     path: str
-    headers: dict[str, str]
+    headers: CIMultiDict[str]
     raw: bytes
 
     @property
@@ -68,7 +69,7 @@ class Engine:
     runner: web.AppRunner | None = None
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        seen = Seen(request.path_qs, dict(request.headers), await request.read())
+        seen = Seen(request.path_qs, request.headers.copy(), await request.read())
         self.seen.append(seen)
         self.arrived.set()
         try:
