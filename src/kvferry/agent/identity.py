@@ -12,7 +12,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.target.peers.handshakes import TargetIdentity
-from kvferry.session.target.read_strategy import StagingPolicy, through_staging_only, without_packing
+from kvferry.session.target.read_strategy import StagingPolicy, through_staging_only
 from kvferry.transport.descriptors import host_here
 from kvferry.transport.selection.probe import NUM_MARKS, PROBE_BYTES, allocation_bytes, fill_probe
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
@@ -66,7 +66,7 @@ def target_identity(
 def _only_read(ours: TargetIdentity, num_bytes: int) -> StagingPolicy:
     """The strategies by which no source writes. Raises ConfigurationError if the user wants another one."""
     if ours.direction is Direction.READ and not ours.staging.is_packing_only:
-        return without_packing(ours.staging)
+        return replace(ours.staging, allowed=ours.staging.without_packing)
     raise ConfigurationError(
         "the layouts of this engine are too large to be sent to a source that writes",
         found=f"{num_bytes:,} bytes, the direction {ours.direction}, the strategy {' or '.join(ours.staging.allowed)}",

@@ -102,7 +102,7 @@ class StagingPolicy:
 
     def before_read(self, copies: Copies, costs: Costs, starts: RegionStarts) -> Strategy:
         """DIRECT or SCATTER, now that the rows are known."""
-        allowed = self._without_pack
+        allowed = self.without_packing
         if len(allowed) == 1:
             return allowed[0]
         return self._cheapest(counts_of(copies, starts.source), costs, allowed).strategy
@@ -111,13 +111,14 @@ class StagingPolicy:
         """DIRECT or SCATTER, now that the slots of a stretch are known: what is contiguous at the source is read piece
         by piece where it belongs to different stretches, as blocks in any order do."""
         num_bytes, num_rows = sum(slot.num_bytes for slot in slots), sum(len(slot.wire) for slot in slots)
-        if len(self._without_pack) == 1 or not num_bytes:
+        if len(self.without_packing) == 1 or not num_bytes:
             return Strategy.SCATTER
         counts = Counts(copies.num_bytes, len(copies), -(-num_rows * copies.num_bytes // num_bytes))
-        return self._cheapest(counts, costs, self._without_pack).strategy
+        return self._cheapest(counts, costs, self.without_packing).strategy
 
     @property
-    def _without_pack(self) -> tuple[Strategy, ...]:
+    def without_packing(self) -> tuple[Strategy, ...]:
+        """The strategies by which no source writes to us; `direct` if none is allowed."""
         return tuple(each for each in self.allowed if not each.source_gathers) or (Strategy.DIRECT,)
 
     def _cheapest(self, counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Price:
@@ -170,11 +171,6 @@ def through_staging_only(policy: StagingPolicy) -> StagingPolicy:
             expected="auto, scatter or pack",
         )
     return StagingPolicy(allowed, policy.slot_bytes)
-
-
-def without_packing(policy: StagingPolicy) -> StagingPolicy:
-    """The policy for a rank to which no source may write, where it allows something else."""
-    return StagingPolicy(tuple(each for each in policy.allowed if not each.source_gathers), policy.slot_bytes)
 
 
 NO_STAGING = StagingPolicy((Strategy.DIRECT,), 0)
