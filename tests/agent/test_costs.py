@@ -57,6 +57,18 @@ def test_a_self_test_beside_busy_engines_changes_nothing_about_what_is_cheaper(r
     assert chosen == [Strategy.PACK, Strategy.PACK, Strategy.DIRECT, Strategy.DIRECT]
 
 
+@pytest.mark.parametrize("rates", BUSY, ids=str)
+@pytest.mark.parametrize("place", Place)
+def test_long_rows_go_straight_over_sockets_whatever_a_busy_moment_says_of_them(rates, place):
+    """For these the kernel copies rows of a thousand addresses at a time. Short ones are packed by some moments, and
+    that takes about as long."""
+    found = Measurement("tcp", *rates, 4e-4, "", Rates(*rates, 4e-4), carriers=("tcp",))
+    costs = costs_of(found, place)
+    assert [cheapest(12 * SLOT, row_bytes, costs) for row_bytes in (12 << 10, 24 << 10)] == [Strategy.DIRECT] * 2
+    sockets_of_ucx = costs_of(replace(found, carriers=("tcp/eth0",)), place)
+    assert sockets_of_ucx.row_s == pytest.approx(max(1e-9, 4096e-9 / rates[1] - 4096e-9 / rates[0]))
+
+
 @pytest.mark.parametrize("num_cpus", [1, 2, 16])
 @pytest.mark.parametrize("fan_in", [1.0, 4.0])
 @pytest.mark.parametrize("row_bytes", [64, 256, 768, 4 << 10])

@@ -2,11 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
 from msgspec import structs
 
 from kvferry.agent.control.channel import ReceivedFrame
 from kvferry.agent.control.liveness_probes import LivenessProbes
-from kvferry.agent.loop.event_loop import EventLoop
+from kvferry.agent.loop.event_loop import IDLE_POLL_S, QUIET_S, EventLoop
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.programs.copies import Direction
@@ -35,6 +36,24 @@ def loop_of(forgotten: list[PeerKey], target=None) -> EventLoop:
         wakeup=None,
         notify=None,
     )
+
+
+@pytest.mark.parametrize(("must_be_polled", "longest_s"), [(True, IDLE_POLL_S), (False, QUIET_S)])
+def test_transports_are_polled_often_only_where_nobody_says_that_a_ticket_has_ended(must_be_polled, longest_s):
+    """Each poll takes the interpreter from the engine."""
+    idle = SimpleNamespace(handle=lambda event, now: (), next_deadline=lambda *_: float("inf"))
+    idle.may_be_read = lambda now: False
+    idle.may_be_written = lambda: False
+    loop = loop_of([], idle)
+    loop.source, loop.wakeup = idle, SimpleNamespace(consume=lambda: False)
+    loop.digester = SimpleNamespace(busy=False, run=lambda num_bytes: [])
+    loop.staging = SimpleNamespace(busy=False, is_changed=False, poll=list)
+    loop.control.receive, loop.control.refused_by, loop.control.take_counts = lambda wait_s: [], list, dict
+    loop.transports.poll, loop.transports.progress_interval_s = list, float("inf")
+    loop.transports.busy, loop.transports.must_poll_now = True, False
+    loop.transports.must_be_polled = must_be_polled
+    for _ in range(2):
+        assert loop.run_once(0.0) == pytest.approx(longest_s, rel=0.5)
 
 
 def test_a_peer_that_is_forgotten_is_not_probed_any_more():

@@ -105,6 +105,13 @@ class Scripted:
         self.is_closed = True
 
 
+class Notifying(Scripted):
+    """One that says when a ticket has ended."""
+
+    def notify_with(self, notify):
+        self.notify = notify
+
+
 class Refusing(Scripted):
     """One that can refuse what a peer asks for."""
 
@@ -167,6 +174,24 @@ def test_what_is_posted_is_looked_at_again_at_once_and_so_is_what_is_left_when_o
     transport.ended = [Completion(transport.open[1], "")]
     assert manager.poll() == [TicketEnded(other, "")]
     assert not manager.must_poll_now
+
+
+@pytest.mark.parametrize(("kind", "must_be_polled"), [(Scripted, True), (Notifying, False)])
+def test_who_says_when_a_ticket_has_ended_need_not_be_polled_for_that(kind, must_be_polled):
+    transport, told = kind("tcp"), []
+    manager = TransportManager("tcp", [transport], {}, TESTS_S, notify=lambda: told.append("an end"))
+    manager.connect(PEER, offer("tcp"))
+    assert manager.must_be_polled
+    outcomes(manager)
+    assert not manager.must_be_polled
+    manager.post(Post(KEY, NO_ROWS))
+    assert manager.poll() == []
+    assert (manager.busy, manager.must_be_polled) == (True, must_be_polled)
+    if not must_be_polled:
+        transport.notify()
+        assert told == ["an end"]
+    manager.post(Post(ReadKey("q2", PeerKey("tcp://127.0.0.1:2", "p0", "e1")), NO_ROWS))
+    assert manager.must_be_polled
 
 
 @pytest.mark.parametrize("end", ["disconnected", "closed"])

@@ -204,7 +204,7 @@ def scripted(
     for name, value in (("move", move), ("connect", connect), ("is_connected", True)):
         monkeypatch.setattr(Lane, name, value)
     ended: SimpleQueue[Completion] = SimpleQueue()
-    return PeerClient(PeerAddress("127.0.0.1", 1, b"", b""), ended, STALL_S), ended
+    return PeerClient(PeerAddress("127.0.0.1", 1, b"", b""), ended.put, STALL_S), ended
 
 
 def stop(asked: PeerClient) -> None:
@@ -241,7 +241,7 @@ def test_a_stopped_client_ends_what_it_was_given(world: World, monkeypatch: pyte
     monkeypatch.setattr(Lane, "is_connected", True)
     with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as silent:
         ended: SimpleQueue[Completion] = SimpleQueue()
-        asked = PeerClient(PeerAddress("127.0.0.1", silent.getsockname()[1], b"", b""), ended, WAIT_S)
+        asked = PeerClient(PeerAddress("127.0.0.1", silent.getsockname()[1], b"", b""), ended.put, WAIT_S)
         asked.submit(transfer([100] * 8))
         accepted = [silent.accept()[0] for _ in range(NUM_LANES)]
         pool.submit(stop, asked).result(2 * WAIT_S)

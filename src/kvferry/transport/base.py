@@ -6,12 +6,13 @@ threads of the transport. A fault of a peer never raises from `poll`: it ends th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from kvferry.plan.programs.copies import Copies, Direction
 
-__all__ = ["Completion", "Direction", "Memory", "RevocableTransport", "Ticket", "Transport"]
+__all__ = ["Completion", "Direction", "Memory", "NotifyingTransport", "RevocableTransport", "Ticket", "Transport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,16 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release everything. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class NotifyingTransport(Transport, Protocol):
+    """A transport whose own threads move the bytes, and tell when a ticket has ended: it need not be polled before."""
+
+    def notify_with(self, notify: Callable[[], None]) -> None:
+        """Have `notify` called, on any thread, whenever `poll` has a ticket to report. Called before the first
+        `connect`."""
         ...
 
 

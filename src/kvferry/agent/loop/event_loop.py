@@ -92,12 +92,12 @@ class EventLoop:
         self.quiet_until = 0.0
         if has_input or self.digester.busy or self.staging.is_changed or self.transports.must_poll_now:
             return 0.0
-        if self.transports.busy or self.liveness.busy or self.staging.busy:
+        if self.transports.must_be_polled or self.liveness.busy or self.staging.busy:
             # A transport that copies inside `poll` has more to copy; one that copies elsewhere is polled again soon.
             return 0.0 if now - began > BUSY_POLL_S else IDLE_POLL_S
         deadline = min(self.source.next_deadline(), self.target.next_deadline(now))
         # Frequent polls serve only peers that use our memory: a needless one takes the interpreter from the engine.
-        if not self.is_reached(now):
+        if not (self.transports.busy or self.is_reached(now)):
             return max(0.0, min(deadline - now, MAX_WAIT_S))
         self.quiet_until = min(deadline, now + QUIET_S)
         return self._idle_s(now)

@@ -17,8 +17,9 @@ LEAST_ROW_S = 1e-9
 GATHER_PER_WIRE = 1.2
 # A row takes about as long as copying so many bytes: the least, the most. A page of the other process has to be found,
 # and NIXL makes a system call for each. From benchmarks/mixed_tp.py, 2 to 4, direct and wire: 3.4 KB in kvferry's cma,
-# 13 in NIXL's. A self-test beside busy engines can say that a row costs nothing.
-COPIED_PER_ROW = {"cma": (2.5e3, 8e3), "cma/memory": (4e3, 24e3)}
+# 13 in NIXL's; in kvferry's tcp 0.1 to 0.8 (benchmarks/transports.py --hosts). A self-test beside busy engines can say
+# that a row costs nothing, or as much as a hundred.
+COPIED_PER_ROW = {"cma": (2.5e3, 8e3), "cma/memory": (4e3, 24e3), "tcp": (100.0, 1e3)}
 # Two cores that copy get on like one and a half: they share the memory.
 STAGES_PER_CORE = 0.75
 # A source plans its share and says when it is written, while it keeps a core from the target: below some milliseconds
@@ -39,11 +40,11 @@ def costs_of(
 ) -> Costs:
     """Return the costs of moving in a direction: a long row tells the rate, many short ones the extra cost of each.
 
-    The costs of a gather and a scatter are not measured. Between processes of one host, whose wire is a copy too, they
-    follow from the rate of the wire, and so do the bounds of the cost of a row: a moment at which all of it, or a part,
-    is slow does not change which strategy is the cheapest. Elsewhere they are the typical costs on a host. Where
-    transports register a device's memory, the rate of the wire stays that of host memory, which is the same for all
-    strategies.
+    Where processors copy, what a row costs is kept within bounds that follow from the rate of the wire: a moment at
+    which all of it, or a part, is slow does not change which strategy is the cheapest. The costs of a gather and a
+    scatter are not measured. Between processes of one host, whose wire is a copy too, they follow from that rate as
+    well; elsewhere they are the typical costs on a host. Where transports register a device's memory, the rate of the
+    wire stays that of host memory, which is the same for all strategies.
     """
     rates = found.likely_rates(direction)
     long_s, short_s = (ROW_BYTES / rate / 1e9 for rate in (rates.gigabytes_per_s, rates.row_gigabytes_per_s))
@@ -55,7 +56,7 @@ def costs_of(
     )
     if buffer_device != HOST and place is Place.SAME_HOST:
         return _slowed(found, _on_device(costs))
-    return _slowed(found, _on_one_host(found, place, costs))
+    return _slowed(found, _on_one_host(found, place, _bounded(found, costs)))
 
 
 def _slowed(found: Measurement, costs: Costs) -> Costs:
@@ -85,7 +86,6 @@ def _on_one_host(found: Measurement, place: Place, costs: Costs) -> Costs:
     num_at_once = max(1.0, min(NUM_STAGES, STAGES_PER_CORE * len(os.sched_getaffinity(0))))
     copying = replace(
         costs,
-        row_s=_bounded(found, costs),
         gather_bytes_per_s=copy_rate,
         scatter_bytes_per_s=copy_rate,
         num_at_once=num_at_once,
@@ -96,12 +96,12 @@ def _on_one_host(found: Measurement, place: Place, costs: Costs) -> Costs:
     return replace(copying, sharing_s=SHARING_S, gathers_into_peer=True) if _is_shareable(found) else copying
 
 
-def _bounded(found: Measurement, costs: Costs) -> float:
-    """The cost of a row as measured, but within the bounds of `COPIED_PER_ROW`."""
+def _bounded(found: Measurement, costs: Costs) -> Costs:
+    """With the cost of a row as measured, but within the bounds of `COPIED_PER_ROW`."""
     row_s = costs.row_s
     for least, most in (COPIED_PER_ROW[carrier] for carrier in found.carriers if carrier in COPIED_PER_ROW):
         row_s = max(least / costs.wire_bytes_per_s, min(row_s, most / costs.wire_bytes_per_s))
-    return row_s
+    return replace(costs, row_s=row_s)
 
 
 def _is_shareable(found: Measurement) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -16,7 +16,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Post
 from kvferry.session.events import PeerConnected, PeerMoved, PeerUnreachable, TicketEnded
 from kvferry.session.keys import Remote, WorkKey
-from kvferry.transport.base import Completion, Memory, RevocableTransport, Ticket, Transport
+from kvferry.transport.base import Completion, Memory, NotifyingTransport, RevocableTransport, Ticket, Transport
 from kvferry.transport.machine.finding import Severity
 from kvferry.transport.registered_memory import check_number
 from kvferry.transport.selection.candidates import candidates
@@ -67,7 +67,9 @@ class TransportManager:
         tests_s: float,
         context: LocalContext = NOWHERE,
         peer_slots: PeerSlots | None = None,
+        notify: Callable[[], None] = lambda: None,
     ) -> None:
+        """`notify` is called, on any thread, when a ticket has ended for whose end nobody has to poll."""
         self.met: dict[Remote, PeerReport] = {}
         self.moved_bytes = dict.fromkeys(Direction, 0)
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -86,11 +88,21 @@ class TransportManager:
         # What the transport of each peer has last returned from `moved`, and when it is asked again.
         self._moved: dict[Remote, int] = {}
         self._look_at = 0.0
+        self._notifying = {each.name for each in transports if isinstance(each, NotifyingTransport)}
+        for transport in transports:
+            if isinstance(transport, NotifyingTransport):
+                transport.notify_with(notify)
 
     @property
     def busy(self) -> bool:
         """Whether a ticket or a self-test is in progress."""
         return bool(self._open or self._events or self._negotiations)
+
+    @property
+    def must_be_polled(self) -> bool:
+        """Whether something is in progress of which nobody tells when it has ended."""
+        are_open = any(each.transport.name not in self._notifying for each in self._open.values())
+        return are_open or bool(self._events or self._negotiations)
 
     @property
     def must_poll_now(self) -> bool:

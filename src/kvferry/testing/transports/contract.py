@@ -6,6 +6,7 @@ Each check is a function; use them as the cases of a test, as `tests/transport/t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -24,9 +25,10 @@ from kvferry.testing.transports.world import (
     finish,
     random_rows,
 )
-from kvferry.transport.base import Direction, Memory, RevocableTransport
+from kvferry.transport.base import Direction, Memory, NotifyingTransport, RevocableTransport
 
 SEED = 7
+TOLD_S = 10.0
 
 Check = Callable[[World], None]
 
@@ -217,6 +219,23 @@ def tells_that_bytes_have_moved(world: World) -> None:
     assert moved("far") > after_read
 
 
+def ends_are_told_without_a_poll(world: World) -> None:
+    near = world.near.transport
+    if not isinstance(near, NotifyingTransport):
+        return
+    told = threading.Event()
+    near.notify_with(told.set)
+    near.connect("far", world.far.transport.descriptor())
+    for is_refused in (False, True):
+        ticket = world.post(copies_of(world, random_rows(SEED, 50, 900), Direction.READ), Direction.READ)
+        if is_refused:
+            near.disconnect("far")
+        assert told.wait(TOLD_S)
+        told.clear()
+        (ended,) = near.poll()
+        assert ended.ticket == ticket
+
+
 def revoked_peers_reach_nothing(world: World) -> None:
     far = world.far.transport
     if not isinstance(far, RevocableTransport):
@@ -278,6 +297,7 @@ CONTRACT: tuple[Check, ...] = (
     garbage_descriptors_are_refused,
     says_what_carries_the_bytes,
     tells_that_bytes_have_moved,
+    ends_are_told_without_a_poll,
     revoked_peers_reach_nothing,
     closing_ends_open_tickets,
 )

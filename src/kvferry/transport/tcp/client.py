@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
@@ -41,16 +41,17 @@ class _Open:
 
 
 class PeerClient:
-    """Makes the transfers of one peer and puts their completions into `ended`. The first lane opens its connection at
-    the first transfer and keeps it. The others open theirs once that one is there and there is more to do than it does,
-    and keep none without work.
+    """Makes the transfers of one peer and hands their completions to `report`, on any thread.
+
+    The first lane opens its connection at the first transfer and keeps it. The others open theirs once that one is
+    there and there is more to do than it does, and keep none without work.
 
     When a connection fails in a transfer, all waiting ones end with its reason; the next one opens a new connection.
     """
 
-    def __init__(self, address: PeerAddress, ended: SimpleQueue[Completion], stall_timeout_s: float) -> None:
+    def __init__(self, address: PeerAddress, report: Callable[[Completion], None], stall_timeout_s: float) -> None:
         self._address = address
-        self._ended = ended
+        self._report = report
         self._lanes = tuple(Lane(address, stall_timeout_s) for _ in range(NUM_LANES))
         # Guards what follows, and says that some of it has changed.
         self._changed = threading.Condition()
@@ -183,7 +184,7 @@ class PeerClient:
             if known.num_shares:
                 return
             del self._open[ticket]
-        self._ended.put(Completion(ticket, known.error))
+        self._report(Completion(ticket, known.error))
 
 
 def _divided(transfer: Transfer, num_lanes: int) -> list[Transfer]:

@@ -7,6 +7,7 @@ The bytes are neither encrypted nor signed: bind to an address that only the eng
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from queue import SimpleQueue
 from typing import Annotated, Final
@@ -58,9 +59,14 @@ class TcpTransport:
         self._host = advertised_host or self._server.address[0]
         self._numbers = count(1)
         self._ended: SimpleQueue[Completion] = SimpleQueue()
+        self._notify: Callable[[], None] = lambda: None
         self._peers: dict[str, tuple[PeerClient, Regions]] = {}
         self._stopped: list[PeerClient] = []
         self._open: dict[Ticket, PeerClient] = {}
+
+    def notify_with(self, notify: Callable[[], None]) -> None:
+        """The threads of connections call `notify`."""
+        self._notify = notify
 
     def register(self, memory: Memory) -> None:
         """Raises TransportError when the memory overlaps registered memory."""
@@ -97,7 +103,7 @@ class TcpTransport:
         self.disconnect(peer)
         known = decode(peer, descriptor, _DECODER)
         address = PeerAddress(known.host, known.port, known.key_id, known.key)
-        client = PeerClient(address, self._ended, self._stall_timeout_s)
+        client = PeerClient(address, self._end, self._stall_timeout_s)
         self._peers[peer] = (client, Regions.of(known.regions))
 
     def carriers(self, peer: str) -> tuple[str, ...]:
@@ -134,6 +140,10 @@ class TcpTransport:
             ended.append(self._ended.get())
             del self._open[ended[-1].ticket]
         return ended
+
+    def _end(self, completion: Completion) -> None:
+        self._ended.put(completion)
+        self._notify()
 
     def moved(self, peer: str) -> int:
         known = self._peers.get(peer)
