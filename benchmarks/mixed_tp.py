@@ -3,6 +3,7 @@
     python benchmarks/mixed_tp.py > benchmarks/results/mixed_tp.json
     python benchmarks/mixed_tp.py --transport shm > benchmarks/results/mixed_tp_shm.json
     python benchmarks/mixed_tp.py --transport cma > benchmarks/results/mixed_tp_cma.json
+    sudo python benchmarks/mixed_tp.py --hosts --transport tcp > benchmarks/results/mixed_tp_hosts.json
 
 Prints JSON. See docs/benchmarks.md for what is measured, and what the limits are.
 """
@@ -21,11 +22,12 @@ from typing import Any
 from measuring import machine, say
 from mixed_tp_cases import FORMATS, PAIRS, TOKENS, Request, Rig
 from mixed_tp_target import Target
+from two_hosts import enter_hosts
 
 SLOW_S = 1.0
 """What takes longer is repeated twice only."""
 
-TRANSPORTS = ("nixl", "shm", "cma")
+TRANSPORTS = ("nixl", "shm", "cma", "tcp")
 STAGES = ("gather", "wire", "scatter")
 
 Figures = dict[str, Any]
@@ -91,7 +93,9 @@ def peers_and_limits(target: Target) -> dict[str, Callable[[], float]]:
         "wire": target.read_one,
         "pipeline": target.pipeline,
     }
-    return found if target.rig.transport == "nixl" else {**found, "one copy": target.copy_one}
+    if target.rig.copies_alone:
+        found["one copy"] = target.copy_one
+    return {**found, "sockets": target.over_sockets} if target.rig.are_apart else found
 
 
 def verify(target: Target) -> None:
@@ -109,10 +113,14 @@ def ratios(ms: Figures, chosen: str) -> Figures:
     """Above 1 is better than what it is compared with."""
     best = min(ms["wire"], ms["all stages"]) if chosen == "direct" else ms["all stages"]
     ours = {"direct / one copy": "direct", "direct, moving / one copy": "direct, moving"} if "one copy" in ms else {}
+    if "sockets" in ms:
+        apart = {f"{name} / sockets": round(ms["sockets"] / ms[name], 3) for name in ("auto", "direct", "pack")}
+    else:
+        apart = {"direct / not shared": round(ms["direct, not shared"] / ms["direct"], 3)}
     return {
         **{name: round(ms["one copy"] / ms[what], 3) for name, what in ours.items()},
         "direct / wire": round(ms["wire"] / ms["direct"], 3),
-        "direct / not shared": round(ms["direct, not shared"] / ms["direct"], 3),
+        **apart,
         "pack / pipeline": round(ms["pipeline"] / ms["pack"], 3),
         **over_the_wire(ms),
         "pack / all stages": round(ms["all stages"] / ms["pack"], 3),
@@ -162,12 +170,15 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--ids", default="random")
     parser.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0], help="ours; peers are always on NIXL")
+    parser.add_argument("--hosts", action="store_true", help="the sources are on another host; needs root")
     arguments = parser.parse_args()
+    if arguments.hosts:
+        enter_hosts()
     cases = []
     for pair in arguments.pairs.split(","):
         for memory_format in arguments.formats.split(","):
             source, target = map(int, pair.split("-"))
-            cases += run_rig(Rig(source, target, memory_format, arguments.transport), arguments)
+            cases += run_rig(Rig(source, target, memory_format, arguments.transport, arguments.hosts), arguments)
     command = f"python benchmarks/{' '.join(['mixed_tp.py', *sys.argv[1:]])}"
     print(
         json.dumps({"command": command, "machine": machine(), "repeats": arguments.repeats, "cases": cases}, indent=1)

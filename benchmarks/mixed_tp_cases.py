@@ -57,12 +57,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """Two engines: rank 0 of the target with all ranks of the source, and the transport of ours between them."""
+    """Two engines: rank 0 of the target with all ranks of the source, and the transport of ours between them. They are
+    on one host, or the sources on the far one of `two_hosts`."""
 
     source_parallel: int
     target_parallel: int
     format: str
     transport: str = "nixl"
+    are_apart: bool = False
+
+    @property
+    def copies_alone(self) -> bool:
+        """Whether ours is a transport that reads a peer of this host without NIXL: it is measured by itself as well."""
+        return self.transport != "nixl" and not self.are_apart
 
     @property
     def source_shape(self) -> EngineShape:

@@ -57,9 +57,17 @@ class Prepared:
 
 
 class PlainNixl:
-    """One agent with the settings of our own transport, UCX's too: no progress thread, no threads that copy."""
+    """One agent with the settings of our own transport, UCX's too: no threads that copy, and no progress thread unless
+    it is asked for, as its peers on another host need to answer reads."""
 
-    def __init__(self, extents: Sequence[tuple[int, int]], device: str = "cpu", device_id: int = 0) -> None:
+    def __init__(
+        self,
+        extents: Sequence[tuple[int, int]],
+        device: str = "cpu",
+        device_id: int = 0,
+        *,
+        has_progress_thread: bool = False,
+    ) -> None:
         kind = kind_of(device)
         prepare(device, device)
         self._memory = NixlMemory(kind, device_id)
@@ -68,7 +76,7 @@ class PlainNixl:
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self.name = f"bench-{uuid4().hex}"
         config = api.nixl_agent_config(
-            enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"], num_threads=0
+            enable_prog_thread=has_progress_thread, enable_listen_thread=False, backends=["UCX"], num_threads=0
         )
         self.agent = api.nixl_agent(self.name, config)
         for address, num_bytes in extents:

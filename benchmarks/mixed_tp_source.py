@@ -22,8 +22,9 @@ from mixed_tp_alone import Alone
 from mixed_tp_cases import Request, Rig, pattern
 from mixed_tp_nixl import PROGRESS_S, PlainNixl, Prepared
 from mixed_tp_stages import Chain, Signals, SourceStages
+from two_hosts import FAR, FAR_HOST
 
-from kvferry import Agent, AgentConfig, Cache
+from kvferry import Agent, AgentConfig, Cache, SharedToken
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import LeaseEnded
 from kvferry.session.events import LeaseRequest
@@ -32,13 +33,19 @@ from kvferry.transport.registry import open_transports
 from kvferry.transport.rowcopy.copier import wait_until_compiled
 from kvferry.transport.shm.shared_memory import allocate_shared
 
-__all__ = ["TIMING", "SourceProcess"]
+__all__ = ["SourceProcess", "ours"]
 
-TIMING = Timing(lease_s=120.0)
+TOKEN = SharedToken(b"benchmark of two hosts in namespaces")
 ANSWER_S = 120.0
 END_S = 20.0
 
 Facts = dict[str, Any]
+
+
+def ours(rig: Rig, engine_id: str, host: str, **settings: Any) -> AgentConfig:
+    """The settings of an agent that listens on this of the two hosts, or where there is one only, on that."""
+    known = {"transport": rig.transport, "timing": Timing(lease_s=120.0), **settings}
+    return AgentConfig(engine_id, host=host, token=TOKEN, **known) if rig.are_apart else AgentConfig(engine_id, **known)
 
 
 class SourceProcess:
@@ -49,7 +56,7 @@ class SourceProcess:
         self.signals, theirs = Signals.pair()
         start = {"rig": asdict(rig), "rank": rank, "epoch": epoch, "signals": asdict(theirs)}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(start)],
+            [*(FAR_HOST if rig.are_apart else ()), sys.executable, __file__, json.dumps(start)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -100,18 +107,18 @@ class Served:
         size_bytes = sum(region.size_bytes for region in rig.source_layouts(rank, 0)[rank].regions)
         self._shared = allocate_shared(size_bytes, "benchmark-source")
         pattern(rank, np.frombuffer(self._shared.buffer, np.uint8))
-        opened = open_transports(rig.transport)
+        config = ours(rig, "source", FAR, epoch=epoch, rank=rank)
+        opened = open_transports(rig.transport, config.host)
         self._notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
         memory = self._shared.memory
         cache = Cache(rig.source_layouts(rank, memory.address), (memory,))
-        config = AgentConfig("source", epoch, rank, transport=rig.transport, timing=TIMING)
         self._agent = Agent(config, cache, self._notices.put, opened.transports, opened.unavailable)
         self._agent.start()
         self._stages = SourceStages(rig, rank, memory)
         arena = self._stages.arena.memory
         extents = [(each.address, each.size_bytes) for each in (memory, arena)]
-        self._nixl = PlainNixl(extents)
-        self._alone = None if rig.transport == "nixl" else Alone(rig.transport, memory)
+        self._nixl = PlainNixl(extents, has_progress_thread=rig.are_apart)
+        self._alone = Alone(rig.transport, memory) if rig.copies_alone else None
         self._is_helping = False
         self._writes: list[Prepared] = []
         wait_until_compiled(60.0)

@@ -15,10 +15,12 @@ import numpy as np
 from mixed_tp_alone import Alone
 from mixed_tp_cases import NUM_HEADS, Request, Rig, logical, pattern, write
 from mixed_tp_nixl import PlainNixl, Prepared
-from mixed_tp_source import TIMING, SourceProcess
+from mixed_tp_source import SourceProcess, ours
 from mixed_tp_stages import Chain, TargetStages, run_chains
+from plain_sockets import PlainSockets
+from two_hosts import FAR, FAR_HOST, NEAR
 
-from kvferry import Agent, AgentConfig, Cache, new_epoch, new_lease_id
+from kvferry import Agent, Cache, new_epoch, new_lease_id
 from kvferry.agent.config import staging_named
 from kvferry.agent.memory.arena import host_arena
 from kvferry.plan.digests.subject import DigestPolicy
@@ -70,9 +72,12 @@ class Unattached:
         self._arena.close(may_be_written)
 
 
-def agents_over(transport: str) -> list[str]:
-    """The agents that there can be: over shared memory nobody writes to what nobody attaches."""
-    return [name for name, ours in AGENTS.items() if ours.is_near or transport != "shm"]
+def agents_of(rig: Rig) -> list[str]:
+    """The agents that there can be: over shared memory nobody writes to what nobody attaches, and between hosts nothing
+    is attached or shared."""
+    if rig.are_apart:
+        return ["auto", "direct", "scatter", "pack"]
+    return [name for name, ours in AGENTS.items() if ours.is_near or rig.transport != "shm"]
 
 
 class Target:
@@ -87,16 +92,17 @@ class Target:
         self._memory = np.frombuffer(self._shared.buffer, np.uint8)
         self._numbers = count()
         self._notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._agents = {name: self._agent(name) for name in names or agents_over(rig.transport)}
+        self._agents = {name: self._agent(name) for name in names or agents_of(rig)}
         self._stages = TargetStages(rig, self._shared.memory)
         extents = [(each.address, each.size_bytes) for each in (self._shared.memory, self._stages.arena.memory)]
-        self._nixl = PlainNixl(extents)
+        self._nixl = PlainNixl(extents, has_progress_thread=rig.are_apart)
         self._facts = [source.ask("facts") for source in self.sources]
         self._peers = [self._nixl.meet(base64.b64decode(facts["metadata"])) for facts in self._facts]
         metadata = base64.b64encode(self._nixl.metadata()).decode()
         for source in self.sources:
             source.ask("meet", metadata=metadata)
-        self._alone = None if rig.transport == "nixl" else Alone(rig.transport, self._shared.memory)
+        self._sockets = PlainSockets(FAR, FAR_HOST) if rig.are_apart else None
+        self._alone = Alone(rig.transport, self._shared.memory) if rig.copies_alone else None
         if self._alone:
             for rank, facts in enumerate(self._facts):
                 self._alone.meet(str(rank), facts["alone"])
@@ -109,18 +115,18 @@ class Target:
         self._request = Request(0, "")
 
     def _agent(self, name: str) -> Agent:
-        ours = AGENTS[name]
-        opened = open_transports(self.rig.transport)
+        wanted = AGENTS[name]
         layouts = self.rig.target_layouts(self._shared.memory.address)
-        config = AgentConfig(
+        config = ours(
+            self.rig,
             f"target-{name.replace(' ', '-')}",
-            transport=self.rig.transport,
-            timing=TIMING,
-            digest=ours.digest,
-            may_switch_direction=ours.may_share,
-            staging=staging_named(ours.strategy),
+            NEAR,
+            digest=wanted.digest,
+            may_switch_direction=wanted.may_share,
+            staging=staging_named(wanted.strategy),
         )
-        arena = host_arena if ours.is_near else Unattached
+        opened = open_transports(self.rig.transport, config.host)
+        arena = host_arena if wanted.is_near else Unattached
         cache = Cache(layouts, (self._shared.memory,), arena=arena)
         agent = Agent(config, cache, self._notices.put, opened.transports, opened.unavailable)
         agent.start()
@@ -208,6 +214,10 @@ class Target:
         """Like `read_one`, over our own transport."""
         return self._alone.read(self._one_copies)
 
+    def over_sockets(self) -> float:
+        """As many bytes over one plain connection."""
+        return self._sockets.run("read", self._memory.data[: self._expected.nbytes])
+
     def _helped(self, work: list[Prepared]) -> float:
         for source in self._readable:
             source.ask("help", on=True)
@@ -273,6 +283,7 @@ class Target:
             agent.close()
         for source in self.sources:
             source.close()
-        if self._alone:
-            self._alone.close()
+        for each in (self._alone, self._sockets):
+            if each:
+                each.close()
         self._stages.close()

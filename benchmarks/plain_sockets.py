@@ -37,6 +37,9 @@ class PlainSockets:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._socket.close()
         self._end()
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hosts import WHY_NOT
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # As little as each of them can do.
@@ -36,6 +37,10 @@ SMALLEST = [
     "transports.py --mebibytes 1 --repeats 1",
     "ucx_settings.py --rounds 1 --mebibytes 1",
 ]
+BETWEEN_HOSTS = [
+    "mixed_tp.py --hosts --transport tcp --repeats 1 --pairs 2-2 --formats head-major --tokens 256",
+    "transports.py --hosts --transports tcp --mebibytes 1 --repeats 1",
+]
 # Those of real vLLM and SGLang servers run in an environment of their own, draw_mixed_tp.py draws what is there, and
 # staging_device.py is tested with the kernels (tests/staging), where Triton is.
 ELSEWHERE = {"sglang_nixl.py", "vllm_early.py", "vllm_pd.py", "draw_mixed_tp.py", "staging_device.py"}
@@ -45,6 +50,17 @@ DEADLINE_S = 240.0
 @pytest.mark.slow
 @pytest.mark.parametrize("words", SMALLEST, ids=[words.partition(" --repeats")[0] for words in SMALLEST])
 def test_it_runs_and_prints_json(words):
+    expect_json(words)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+@pytest.mark.parametrize("words", BETWEEN_HOSTS, ids=["fetches", "rows"])
+def test_it_runs_between_hosts(words):
+    expect_json(words)
+
+
+def expect_json(words):
     name, *arguments = shlex.split(words)
     command = [sys.executable, str(BENCHMARKS / name), *arguments]
     found = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
