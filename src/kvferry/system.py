@@ -69,28 +69,29 @@ def allow_many_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class Listening(Protocol):
-    """Something with a listening socket at which only this process is to answer."""
+class Connected(Protocol):
+    """Something with a socket that only this process is to use."""
 
     def leave_to_parent(self) -> None:
         """Let go of the socket, in a forked child."""
         ...
 
 
-_LISTENING: WeakSet[Listening] = WeakSet()
+_CONNECTED: WeakSet[Connected] = WeakSet()
 
 
-def close_in_children(listening: Listening) -> None:
-    """Have each forked child leave `listening` to this process.
+def close_in_children(connected: Connected) -> None:
+    """Have each forked child leave `connected` to this process.
 
-    A child inherits listening sockets: while it lives, nobody who connects there would notice the death of its parent.
+    A child inherits sockets: while it lives, nobody who is connected to one, or connects where it listens, would notice
+    that its parent has closed it, or has died.
     """
-    _LISTENING.add(listening)
+    _CONNECTED.add(connected)
 
 
 def _leave_to_parent() -> None:
-    for listening in tuple(_LISTENING):
-        listening.leave_to_parent()
+    for connected in tuple(_CONNECTED):
+        connected.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

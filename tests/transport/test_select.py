@@ -94,6 +94,16 @@ def test_what_takes_more_steps_is_not_tested_where_one_copy_does():
     assert choice.reason.endswith("in rows of 4 KiB; nixl, tcp not tested: the same host needs only one copy")
 
 
+def test_what_can_only_read_does_not_keep_others_from_being_tested_for_writes():
+    """As where the system forbids process_vm_writev alone."""
+    barred = Rates(0.0, 0.0, 0.0, "Operation not permitted")
+    found = [Measurement("cma", 7.0, 4.0, 1e-4, "", barred, copies_once=True)]
+    assert not is_worth_testing(False, found)
+    assert is_worth_testing(False, found, Direction.WRITE)
+    found.append(Measurement("tcp", 2.0, 1.0, 1e-4, "", Rates(2.0, 1.0, 1e-4)))
+    assert [choose(found, direction=direction).name for direction in Direction] == ["cma", "tcp"]
+
+
 def test_writes_are_told_and_decide_where_bytes_are_pushed():
     found = [
         Measurement("shm", 9.0, 4.0, 1e-5, "", Rates(1.0, 0.5, 1e-5), ("shm",)),

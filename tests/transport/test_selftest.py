@@ -46,6 +46,23 @@ def probe_of(world: World, seed: int = 9) -> Probe:
     return Probe(world.far.address(0, 0), world.far.views[0].size, seed)
 
 
+def test_without_memory_for_it_a_test_has_failed_and_ends_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, worlds: Callable[..., World]
+) -> None:
+    """A peer says how long its probe is."""
+
+    def no_memory(size_bytes: int, seed: int) -> np.ndarray:
+        raise MemoryError
+
+    world = worlds()
+    monkeypatch.setattr(self_test, "pattern", no_memory)
+    test = SelfTest(world.near.transport, "far", probe_of(world))
+    test.start(0.0)
+    assert test.is_settled
+    assert test.result is not None
+    assert test.result.error == f"no memory for a probe of {probe_of(world).size_bytes} bytes"
+
+
 def test_a_healthy_peer_is_measured(worlds: Callable[..., World]) -> None:
     """Every copy takes as long as the small one: half of that counts."""
     world = worlds()

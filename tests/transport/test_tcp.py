@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import select
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -517,3 +520,47 @@ def test_a_change_of_the_registration_waits_for_copies() -> None:
 
 def test_requests_are_small() -> None:
     assert len(msgspec.msgpack.encode(Request(bytes(16), bytes(32), Direction.READ, MAX_ROWS))) < 128
+
+
+CLOSES_WITH_A_CHILD = """
+import os, sys, time
+import numpy as np
+from kvferry.transport.base import Memory
+from kvferry.transport.tcp.transport import TcpTransport
+memory = np.zeros(4096, np.uint8)
+moving = TcpTransport(stall_timeout_s=0.2)
+moving.register(Memory(memory.ctypes.data, memory.size, -1))
+print(moving.descriptor().hex(), memory.ctypes.data, flush=True)
+sys.stdin.readline()
+while not moving._server._idle:
+    time.sleep(0.01)
+if not os.fork():
+    sys.stdin.read()
+    os._exit(0)
+moving.close()
+print("closed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_forked_child_does_not_keep_a_closed_connection_alive() -> None:
+    """It inherits those that rest. This end of its standard input ends it."""
+    near, memory = TcpTransport(), np.zeros(4096, np.uint8)
+    near.register(Memory(memory.ctypes.data, memory.size, -1))
+    command = [sys.executable, "-c", CLOSES_WITH_A_CHILD]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as far:
+        descriptor, address = far.stdout.readline().split()
+        near.connect("far", bytes.fromhex(descriptor))
+        columns = [np.array([number], np.uint64) for number in (int(address), memory.ctypes.data, memory.size)]
+
+        def read() -> str:
+            ticket = near.post("far", Copies(*columns, 1), Direction.READ)
+            return finish(near, [ticket])[ticket].error
+
+        assert read() == ""
+        far.stdin.write("\n")
+        far.stdin.flush()
+        assert far.stdout.readline() == "closed\n"
+        assert re.search("refused|reset|closed", read())
+        far.stdin.close()
+    near.close()

@@ -36,7 +36,7 @@ from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.io_vectors import MAX_VECTORS, RowStream, Vectors
 from kvferry.transport.tcp import client, connection, server
 from kvferry.transport.tcp.client import NUM_LANES, PeerClient
-from kvferry.transport.tcp.connection import CHUNK_BYTES
+from kvferry.transport.tcp.connection import CHUNK_BYTES, PROGRESS_BYTES
 from kvferry.transport.tcp.lane import Lane, PeerAddress, Transfer
 from kvferry.transport.tcp.transport import TcpTransport
 
@@ -409,12 +409,32 @@ def test_a_peer_that_drips_is_as_stalled_as_one_that_sends_nothing() -> None:
 
         with ThreadPoolExecutor(1) as pool:
             dripping = pool.submit(drip)
-            with pytest.raises(TimeoutError, match=r"the peer sent nothing for 0\.2 s"):
+            with pytest.raises(TimeoutError, match=r"the peer sent only \d+ bytes for 0\.2 s"):
                 receiving.receive_rows(rows)
             is_over.set()
             dripping.result(WAIT_S)
         receiving.close()
     assert memory[0] == 1
+
+
+@pytest.mark.parametrize(("piece_bytes", "is_slow"), [(PROGRESS_BYTES, True), (PROGRESS_BYTES // 32, False)])
+def test_a_peer_that_sends_slowly_is_not_stalled(
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int, is_slow: bool
+) -> None:
+    """A chunk may take longer than the time limit, as where hundreds share a link; but not any time."""
+    now = [0.0]
+    monkeypatch.setattr(connection.time, "monotonic", lambda: now[0])
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        receiving = connection.Connection(listener.accept()[0], STALL_S)
+
+        def receive(done: int) -> int:
+            now[0] += 0.4 * STALL_S
+            return piece_bytes
+
+        what = f"the peer sent only {3 * piece_bytes} bytes for {STALL_S:g} s"
+        with nullcontext() if is_slow else pytest.raises(TimeoutError, match=what):
+            receiving._receive_all(CHUNK_BYTES, receive)
+        receiving.close()
 
 
 def test_a_receiver_wakes_up_once_all_has_come(monkeypatch: pytest.MonkeyPatch) -> None:

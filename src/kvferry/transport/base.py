@@ -40,7 +40,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of a ticket: none of its bytes moves any more. `error` is empty when every byte has arrived."""
+    """The end of a ticket: this process moves none of its bytes any more. `error` is empty when every byte has arrived.
+    Of a write that has failed, what was sent before may still arrive at a peer that was stopped."""
 
     ticket: Ticket
     error: str

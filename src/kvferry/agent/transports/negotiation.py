@@ -150,7 +150,7 @@ class Negotiation:
         return [test.result for _, test in self._tests if test.result is not None]
 
     def _start(self, transport: Transport, now: float) -> None:
-        if not is_worth_testing(transport.copies_once, self._measured):
+        if not is_worth_testing(transport.copies_once, self._measured, self._direction):
             self._untested.append(transport.name)
             return
         try:

@@ -49,13 +49,16 @@ def candidates(requested: str, offered: Mapping[str, str], available: Mapping[st
     return usable
 
 
-def is_worth_testing(copies_once: bool, measurements: Sequence[Measurement]) -> bool:
-    """Whether a transport can be better than those that were tested before it; `copies_once` is as in `Transport`.
+def is_worth_testing(
+    copies_once: bool, measurements: Sequence[Measurement], direction: Direction = Direction.READ
+) -> bool:
+    """Whether a transport can be better in a direction than those that were tested before it; `copies_once` is as in
+    `Transport`.
 
     Where a transport with one copy works, the others copy more often, and their test takes long: the peer must answer,
     and it may be busy computing.
     """
-    return copies_once or not any(each.copies_once and not each.error for each in measurements)
+    return copies_once or not any(each.copies_once and not each.why_not(direction) for each in measurements)
 
 
 def choose(

@@ -84,11 +84,11 @@ class SelfTest:
         if not 2 * ROW_BYTES <= self._probe.size_bytes <= MAX_PROBE_BYTES:
             self._end(f"a probe of {self._probe.size_bytes} bytes")
             return
-        self._buffer = np.zeros(ScratchBuffer(0, self._probe).size_bytes, np.uint8)
-        self._expected = pattern(self._probe.size_bytes, self._probe.seed)
-        self._scratch = ScratchBuffer(int(self._buffer.ctypes.data), self._probe)
-        memory = Memory(self._scratch.address, self._buffer.size, -1)
         try:
+            self._buffer = np.zeros(ScratchBuffer(0, self._probe).size_bytes, np.uint8)
+            self._expected = pattern(self._probe.size_bytes, self._probe.seed)
+            self._scratch = ScratchBuffer(int(self._buffer.ctypes.data), self._probe)
+            memory = Memory(self._scratch.address, self._buffer.size, -1)
             self._transport.register(memory)
             self._memory = memory
             if self._probe.is_writable:
@@ -96,6 +96,8 @@ class SelfTest:
             self._steps = all_steps(self._scratch, [self._new_mark()] if self._probe.is_writable else [])
         except FerryError as error:
             self._end(str(error))
+        except MemoryError:
+            self._end(f"no memory for a probe of {self._probe.size_bytes} bytes")
 
     @property
     def _read_buffer(self) -> View:

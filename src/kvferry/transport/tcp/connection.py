@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import WireError
-from kvferry.system import keep_alive
+from kvferry.system import close_in_children, keep_alive
 from kvferry.transport import io_vectors
 from kvferry.transport.base import Direction
 from kvferry.transport.io_vectors import RowStream, Vectors
@@ -31,6 +31,8 @@ MAX_ROWS = 64 << 10
 CHUNK_BYTES = 1 << 20
 # A chunk is waited for as a whole for so long, and then for whatever comes.
 WAKE_S = 0.1
+# Whoever sends so much within the time limit is slow, and not stalled: the limit begins anew.
+PROGRESS_BYTES = 64 << 10
 
 _MAGIC = b"KVF1"
 _HEADER = struct.Struct(">4sI")
@@ -88,6 +90,7 @@ class Connection:
         self._socket = sock
         self._stall_timeout_s = stall_timeout_s
         self._woken_at = 1
+        close_in_children(self)
         sock.setblocking(True)
         limit = struct.pack("ll", int(stall_timeout_s), int(stall_timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -168,7 +171,7 @@ class Connection:
 
     def _receive_all(self, num_bytes: int, receive: Callable[[int], int]) -> None:
         """Call `receive` with the number of bytes that have come, until all have."""
-        deadline, done = time.monotonic() + self._stall_timeout_s, 0
+        began, done, done_before = time.monotonic(), 0, 0
         while done < num_bytes:
             try:
                 received = receive(done)
@@ -177,9 +180,11 @@ class Connection:
             if not received:
                 raise ConnectionResetError("the peer closed the connection")
             done += received
+            if done - done_before >= PROGRESS_BYTES:
+                began, done_before = time.monotonic(), done
             # A peer that drips byte by byte is as stalled as one that sends nothing.
-            if done < num_bytes and time.monotonic() >= deadline:
-                raise self._stalled("sent")
+            elif done < num_bytes and time.monotonic() >= began + self._stall_timeout_s:
+                raise self._stalled("sent", f"only {done - done_before} bytes")
 
     def wait_readable(self) -> bool:
         """Wait until bytes are there (True) or the time limit is over (False). Raises OSError at the end."""
@@ -241,8 +246,12 @@ class Connection:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
-    def _stalled(self, verb: str) -> TimeoutError:
-        return TimeoutError(f"the peer {verb} nothing for {self._stall_timeout_s:g} s")
+    def leave_to_parent(self) -> None:
+        """Give up the socket in a forked child; the connection stays its parent's."""
+        self._socket.close()
+
+    def _stalled(self, verb: str, what: str = "nothing") -> TimeoutError:
+        return TimeoutError(f"the peer {verb} {what} for {self._stall_timeout_s:g} s")
 
 
 def open_connection(address: tuple[str, int], stall_timeout_s: float) -> Connection:
