@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from mixed_tp_nixl import PROGRESS_S
 from numpy.typing import NDArray
 
 from kvferry import AgentConfig
@@ -70,6 +71,11 @@ class Rig:
     def copies_alone(self) -> bool:
         """Whether ours is a transport that reads a peer of this host without NIXL: it is measured by itself as well."""
         return self.transport != "nixl" and not self.are_apart
+
+    @property
+    def nap_s(self) -> float:
+        """How long NIXL naps between two calls that make progress for peers."""
+        return 0.0 if self.are_apart else PROGRESS_S
 
     @property
     def source_shape(self) -> EngineShape:

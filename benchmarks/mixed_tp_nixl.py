@@ -19,7 +19,8 @@ from kvferry.transport.ucx.environment import PACKAGES, prepare
 __all__ = ["PROGRESS_S", "PlainNixl", "Prepared"]
 
 PROGRESS_S = 0.0005
-"""So often NIXL makes progress for peers while something is waited for."""
+"""So often NIXL makes progress for peers on its host while something is waited for. For those on others it has a core
+meanwhile, like a progress thread: over sockets every piece of a read is its work."""
 TRANSFER_S = 60.0
 
 
@@ -57,17 +58,9 @@ class Prepared:
 
 
 class PlainNixl:
-    """One agent with the settings of our own transport, UCX's too: no threads that copy, and no progress thread unless
-    it is asked for, as its peers on another host need to answer reads."""
+    """One agent with the settings of our own transport, UCX's too: no progress thread, no threads that copy."""
 
-    def __init__(
-        self,
-        extents: Sequence[tuple[int, int]],
-        device: str = "cpu",
-        device_id: int = 0,
-        *,
-        has_progress_thread: bool = False,
-    ) -> None:
+    def __init__(self, extents: Sequence[tuple[int, int]], device: str = "cpu", device_id: int = 0) -> None:
         kind = kind_of(device)
         prepare(device, device)
         self._memory = NixlMemory(kind, device_id)
@@ -76,7 +69,7 @@ class PlainNixl:
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self.name = f"bench-{uuid4().hex}"
         config = api.nixl_agent_config(
-            enable_prog_thread=has_progress_thread, enable_listen_thread=False, backends=["UCX"], num_threads=0
+            enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"], num_threads=0
         )
         self.agent = api.nixl_agent(self.name, config)
         for address, num_bytes in extents:

@@ -20,7 +20,7 @@ import numpy as np
 from fetch_marks import Echo, Mark, record
 from mixed_tp_alone import Alone
 from mixed_tp_cases import Request, Rig, pattern
-from mixed_tp_nixl import PROGRESS_S, PlainNixl, Prepared
+from mixed_tp_nixl import PlainNixl, Prepared
 from mixed_tp_stages import Chain, Signals, SourceStages
 from two_hosts import FAR, FAR_HOST
 
@@ -53,6 +53,7 @@ class SourceProcess:
 
     def __init__(self, rig: Rig, rank: int, epoch: str) -> None:
         """Start it; the first question waits."""
+        self._nap_s = rig.nap_s
         self.signals, theirs = Signals.pair()
         start = {"rig": asdict(rig), "rank": rank, "epoch": epoch, "signals": asdict(theirs)}
         self._process = subprocess.Popen(
@@ -77,7 +78,7 @@ class SourceProcess:
         deadline, pipe = time.monotonic() + ANSWER_S, self._process.stdout
         while b"\n" not in self._rest:
             progress()
-            if select.select([pipe], [], [], PROGRESS_S)[0]:
+            if select.select([pipe], [], [], self._nap_s)[0]:
                 more = pipe.read(1 << 16)
                 if not more:
                     raise RuntimeError("a source process has ended")
@@ -117,7 +118,7 @@ class Served:
         self._stages = SourceStages(rig, rank, memory)
         arena = self._stages.arena.memory
         extents = [(each.address, each.size_bytes) for each in (memory, arena)]
-        self._nixl = PlainNixl(extents, has_progress_thread=rig.are_apart)
+        self._nixl = PlainNixl(extents)
         self._alone = Alone(rig.transport, memory) if rig.copies_alone else None
         self._is_helping = False
         self._writes: list[Prepared] = []
@@ -191,7 +192,7 @@ class Served:
 
     def serve(self) -> None:
         while True:
-            ready = select.select([sys.stdin], [], [], PROGRESS_S if self._is_helping else None)[0]
+            ready = select.select([sys.stdin], [], [], self._rig.nap_s if self._is_helping else None)[0]
             if self._is_helping:
                 self._nixl.progress()
             if ready:

@@ -95,7 +95,7 @@ class Target:
         self._agents = {name: self._agent(name) for name in names or agents_of(rig)}
         self._stages = TargetStages(rig, self._shared.memory)
         extents = [(each.address, each.size_bytes) for each in (self._shared.memory, self._stages.arena.memory)]
-        self._nixl = PlainNixl(extents, has_progress_thread=rig.are_apart)
+        self._nixl = PlainNixl(extents)
         self._facts = [source.ask("facts") for source in self.sources]
         self._peers = [self._nixl.meet(base64.b64decode(facts["metadata"])) for facts in self._facts]
         metadata = base64.b64encode(self._nixl.metadata()).decode()
