@@ -142,6 +142,8 @@ def machine_findings(system: SystemFacts, token_file: str) -> Iterator[Finding]:
         yield finding_of(error)
     if missing := [extra for extra in MAIN if missing_modules(extra)]:
         hint = how_to_install("engine" if "engine" in missing else ",".join(missing))
+        if "engine" in missing:
+            hint += " (for serve and up with transformers; not beside vLLM or SGLang, whose transformers it replaces)"
         yield Finding(Severity.NOTE, "parts of kvferry are not installed", ", ".join(missing), "", hint)
     yield from _copies()
     if not any(map(_version, NIXL)):

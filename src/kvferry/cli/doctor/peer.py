@@ -21,7 +21,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.keys import PeerKey
 from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.registry import Opened, open_transports
-from kvferry.transport.selection.candidates import AUTO, candidates
+from kvferry.transport.selection.candidates import AUTO, TCP_NEEDS, candidates
 from kvferry.transport.selection.diagnosis import LocalContext, diagnose, local_context
 from kvferry.transport.selection.measurement import Measurement
 from kvferry.transport.selection.self_test import Probe, measure
@@ -35,7 +35,9 @@ GREETING: Final = b"\xff"
 ASK_AGAIN_S: Final = 1.0
 TURN_S: Final = 0.05
 PEER: Final = "peer"
-EXPECTED: Final = "the address that `kvferry serve` prints after `transfers at`"
+EXPECTED: Final = (
+    "the address in the engine's log after `transfers at`, `listens at` (vLLM) or `moves caches of rank 0` (SGLang)"
+)
 
 
 def try_peer(address: str, token: SharedToken, say: Callable[[str], None]) -> Trials:
@@ -117,7 +119,7 @@ def _findings(measurements: tuple[Measurement, ...], context: LocalContext, offe
     """About the transport that an engine here would take; nixl is told of in any case, as others may ask for it."""
     if all(found.error for found in measurements):
         found = "; ".join(f"{each.name}: {each.error}" for each in measurements)
-        hint = "start both engines with --transport tcp, which needs nothing but sockets"
+        hint = TCP_NEEDS
         yield Finding(Severity.ERROR, "no transport reaches the peer", found, "a transport that does", hint)
         return
     chosen, place = verdict(measurements), context.place_of(offer.probe.host)

@@ -94,8 +94,8 @@ def _line(found: dict[str, Any]) -> Text:
 
 def _counts(found: dict[str, Any]) -> tuple[str, ...]:
     if found["requests_per_s"] is None:
-        return f"{found['requests']:.0f} requests", f"{found['tokens']:.0f} tokens since the router started"
-    return f"{found['requests_per_s']:.1f} requests/s", f"{found['tokens_per_s']:.0f} tokens/s"
+        return f"{found['requests']:.0f} requests", f"{found['tokens']:.0f} streamed tokens since the router started"
+    return f"{found['requests_per_s']:.1f} requests/s", f"{found['tokens_per_s']:.0f} streamed tokens/s"
 
 
 def _phase_table(found: dict[str, Any]) -> Table:

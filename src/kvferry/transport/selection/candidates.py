@@ -10,6 +10,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.transport.selection.measurement import UNMEASURED, Measurement
 
 AUTO = "auto"
+TCP_NEEDS = "start both engines with --transport tcp, and with --buffer-device cpu where caches lie on GPUs"
 ENDANGERED = "over UCX's sockets a reader that dies can end its source"
 
 
@@ -74,7 +75,7 @@ def choose(
         raise TransportError(
             "no transport passed its self-test",
             found="; ".join(_describe(measurement) for measurement in measurements) or "nothing was tested",
-            hint="start both engines with --transport tcp, which needs nothing but sockets",
+            hint=TCP_NEEDS,
         )
     safe = [measurement for measurement in passed if not measurement.endangers_source] or passed
     best = min(safe, key=lambda measurement: measurement.likely_rates(direction).seconds_per_gigabyte)
@@ -92,7 +93,9 @@ def _obstacle(name: str, offered: Mapping[str, str], available: Mapping[str, str
 
 def _available(offered: Mapping[str, str], available: Mapping[str, str]) -> str:
     usable = [name for name in available if not _obstacle(name, offered, available)]
-    return f"both sides have {', '.join(usable)}; use one of them or {AUTO}" if usable else "start with tcp enabled"
+    return (
+        f"both sides have {', '.join(usable)}; use one of them or {AUTO}" if usable else "see what each of them lacks"
+    )
 
 
 def _describe(measurement: Measurement) -> str:

@@ -76,7 +76,7 @@ def _rdma(system: SystemFacts) -> Iterator[Finding]:
         yield Finding(WARNING, "no RDMA port is up: other hosts are reached over tcp", found, "up", hint)
     elif system.is_direct and not all_rdma and system.may_be_remote:
         what = "there is no RDMA card: device memory reaches other hosts over tcp, through host memory"
-        hint = "nothing to do for engines on one host; between hosts, install a card or expect the speed of tcp"
+        hint = "nothing to do for engines on one host; between hosts, install a card, or choose --buffer-device cpu"
         yield Finding(NOTE, what, "no card in /sys/class/infiniband", "a card with a port that is up", hint)
     if system.is_direct and system.rdma:
         yield from _nearest_cards(system, all_rdma)
