@@ -1,5 +1,7 @@
 """The manager over transports that do what a test wants: every end of a ticket reaches the read it belongs to."""
 
+import ctypes
+
 import numpy as np
 import pytest
 from msgspec import structs
@@ -17,7 +19,7 @@ from kvferry.session.keys import PeerKey, ReadKey
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.selection.diagnosis import LocalContext
-from kvferry.transport.selection.probe import fill_probe
+from kvferry.transport.selection.probe import NUM_MARKS, PROBE_BYTES, allocation_bytes, fill_probe
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Offer, Party, Probe, TargetOffer, TransportOffer
@@ -112,6 +114,19 @@ class Notifying(Scripted):
         self.notify = notify
 
 
+class Writing(Scripted):
+    """One that also writes, unless it refuses to."""
+
+    def post(self, peer, copies, direction):
+        if direction is Direction.WRITE and "write" in self.refuses:
+            raise TransportError("Operation not permitted")
+        for source, target, length in zip(copies.source, copies.target, copies.length, strict=True):
+            ctypes.memmove(int(target), int(source), int(length))
+        ticket = Ticket(next(self.numbers))
+        self.ended.append(Completion(ticket, ""))
+        return ticket
+
+
 class Refusing(Scripted):
     """One that can refuse what a peer asks for."""
 
@@ -192,6 +207,22 @@ def test_who_says_when_a_ticket_has_ended_need_not_be_polled_for_that(kind, must
         assert told == ["an end"]
     manager.post(Post(ReadKey("q2", PeerKey("tcp://127.0.0.1:2", "p0", "e1")), NO_ROWS))
     assert manager.must_be_polled
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_what_can_only_read_a_peer_is_not_all_that_is_tried_where_it_is_to_be_written(is_written):
+    """As where the system forbids process_vm_writev alone."""
+    memory, party = np.empty(allocation_bytes(), np.uint8), Party("d0", "e1", 0)
+    fill_probe(memory[:PROBE_BYTES], 7)
+    transports = [Writing("cma", refuses=("write",)), Writing("tcp")]
+    manager = TransportManager("auto", transports, {}, TESTS_S)
+    offered = structs.replace(offer("cma", "tcp"), probe=Probe(memory.ctypes.data, PROBE_BYTES, 7, num_marks=NUM_MARKS))
+    if is_written:
+        manager.connect(party, TargetOffer(party, (LAYOUT,), offered.transports, offered.probe))
+    else:
+        manager.connect(PEER, offered)
+    (event,) = outcomes(manager)
+    assert event.transport == ("tcp" if is_written else "cma")
 
 
 @pytest.mark.parametrize("end", ["disconnected", "closed"])
