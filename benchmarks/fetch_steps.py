@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--transports", default="nixl,shm,cma")
+    parser.add_argument("--transports", default="nixl,shm,cma,tcp")
     arguments = parser.parse_args()
     results = {}
     for transport in arguments.transports.split(","):
