@@ -131,7 +131,10 @@ def test_the_key_is_on_no_command_line_and_there_is_one():
         (("--heartbeat", "7"), "hint: pass options of sglang.launch_server after --"),
         (("--allowed-origins", "*"), "does not apply to SGLang"),
         (("--role", "decode", "--failure-policy", "recompute"), "cannot compute a prompt itself"),
-        (("--role", "decode", "--buffer-device", "cpu"), "does not apply to SGLang found: --buffer-device"),
+        (
+            ("--role", "decode", "--buffer-device", "cpu"),
+            "does not apply to SGLang found: --buffer-device expected: none",
+        ),
         (("--role", "prefill", "--layer-wise"), "do not move layer by layer"),
         (("--role", "decode", "--transfer-port", "7000"), "nobody asks a decode server of SGLang"),
         (("--role", "decode", "--transfer-host", "10.0.0.5"), "without a shared token"),

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.programs.copies import Direction
-from kvferry.transport.selection.candidates import Choice, candidates, choose, is_worth_testing
+from kvferry.transport.selection.candidates import Choice, candidates, check_own, choose, is_worth_testing
 from kvferry.transport.selection.measurement import Measurement, Rates
 
 TRANSPORTS = ("memory", "shm", "cma", "nixl", "tcp")
@@ -127,3 +127,36 @@ def test_where_writing_could_not_be_tested_reading_tells():
     assert choose(found, direction=Direction.WRITE).name == "shm"
     assert found[0].likely_rates(Direction.WRITE).gigabytes_per_s == 9.0
     assert found[0].rates(Direction.WRITE).error
+
+
+REACHES_HOST = "this transport reaches host memory only; hint: use nixl, or --buffer-device cpu"
+
+
+@pytest.mark.parametrize(
+    ("requested", "available", "words"),
+    [
+        ("tcp", {"tcp": REACHES_HOST}, f"transport 'tcp' does not work here; found: tcp: {REACHES_HOST}"),
+        (
+            "auto",
+            {"nixl": "not installed", "shm": REACHES_HOST, "tcp": REACHES_HOST},
+            f"no transport works here; found: nixl: not installed; shm, tcp: {REACHES_HOST}",
+        ),
+        ("auto", {}, "no transport works here"),
+    ],
+)
+def test_of_what_this_process_lacks_itself_each_reason_is_told_once_and_nothing_else(
+    requested: str, available: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_own(requested, available)
+    assert str(caught.value) == words
+
+
+def test_one_transport_that_works_here_is_enough_unless_another_is_requested() -> None:
+    available = {"shm": REACHES_HOST, "nixl": ""}
+    check_own("auto", available)
+    check_own("nixl", available)
+    with pytest.raises(ConfigurationError, match="'shm' does not work here"):
+        check_own("shm", available)
+    with pytest.raises(ConfigurationError, match="unknown transport 'rdma'"):
+        check_own("rdma", available)

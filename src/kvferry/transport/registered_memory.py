@@ -216,7 +216,7 @@ class Registry:
                 "this transport reaches host memory only",
                 found=f"{memory.device} memory",
                 expected="memory of cpu",
-                hint="use nixl, or the buffer device 'cpu': the cache then goes through staging memory in the host",
+                hint="use nixl, or --buffer-device cpu (vLLM: kv_buffer_device), which goes through host memory",
             )
         Regions.of([(known.address, known.size_bytes) for known in (*self._views, memory)])
         self._views[memory] = view_of(memory)

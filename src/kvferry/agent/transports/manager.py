@@ -19,7 +19,7 @@ from kvferry.session.keys import Remote, WorkKey
 from kvferry.transport.base import Completion, Memory, NotifyingTransport, RevocableTransport, Ticket, Transport
 from kvferry.transport.machine.finding import Severity
 from kvferry.transport.registered_memory import check_number
-from kvferry.transport.selection.candidates import candidates
+from kvferry.transport.selection.candidates import candidates, check_own
 from kvferry.transport.selection.diagnosis import LocalContext
 from kvferry.wire.messages import Offer, Party, TargetOffer, TransportOffer
 
@@ -134,7 +134,7 @@ class TransportManager:
 
     def check_requested(self) -> None:
         """Raises ConfigurationError when the transport that the user asked for is unknown or cannot be used here."""
-        candidates(self._requested, dict.fromkeys(self._transports, ""), self._available())
+        check_own(self._requested, self._available())
 
     @property
     def revocable(self) -> frozenset[str]:

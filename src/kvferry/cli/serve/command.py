@@ -229,7 +229,10 @@ def _serve_vllm(context: typer.Context, options: ServeOptions) -> int:
 def _check_sglang(context: typer.Context, options: ServeOptions) -> None:
     from kvferry.cli.serve.sglang import check
 
-    refuse_options(options.engine, context, "buffer_device", *OURS)
+    refuse_options(options.engine, context, *OURS)
+    if is_given(context, "buffer_device"):
+        what, expected = "this option does not apply to SGLang", "none: SGLang's own pool is what transports register"
+        raise ConfigurationError(what, found="--buffer-device", expected=expected)
     if is_given(context, "failure_policy") and options.failure_policy is FailurePolicy.RECOMPUTE:
         what, expected = "a decode server of SGLang cannot compute a prompt itself", "--failure-policy fail"
         raise ConfigurationError(what, found="--failure-policy recompute", expected=expected)

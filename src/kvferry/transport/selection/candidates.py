@@ -29,14 +29,7 @@ def candidates(requested: str, offered: Mapping[str, str], available: Mapping[st
     or to the reason why that side does not have the transport; a missing name is one that the side does not know.
     Raises ConfigurationError when nothing is left, saying which side lacks what and why.
     """
-    wanted = tuple(available) if requested == AUTO else (requested,)
-    if requested != AUTO and requested not in available:
-        raise ConfigurationError(
-            f"unknown transport {requested!r}",
-            found=requested,
-            expected=f"{AUTO} or one of {', '.join(available)}",
-            hint=_available(offered, available),
-        )
+    wanted = _wanted(requested, offered, available)
     usable = tuple(name for name in wanted if not _obstacle(name, offered, available))
     if not usable:
         obstacles = (f"{name}: {_obstacle(name, offered, available)}" for name in wanted)
@@ -48,6 +41,19 @@ def candidates(requested: str, offered: Mapping[str, str], available: Mapping[st
             hint=_available(offered, available),
         )
     return usable
+
+
+def check_own(requested: str, available: Mapping[str, str]) -> None:
+    """Raises ConfigurationError for an unknown name, and when this process can use nothing of what is requested. The
+    reasons of the transports, each told once, say what to do. The arguments are as in `candidates`."""
+    names_of: dict[str, list[str]] = {}
+    for name in _wanted(requested, available, available):
+        names_of.setdefault(available[name], []).append(name)
+    if "" not in names_of:
+        raise ConfigurationError(
+            "no transport works here" if requested == AUTO else f"transport {requested!r} does not work here",
+            found="; ".join(f"{', '.join(names)}: {reason}" for reason, names in names_of.items()),
+        )
 
 
 def is_worth_testing(
@@ -82,6 +88,17 @@ def choose(
     rest = [f"{', '.join(untested)} not tested: the same host needs only one copy"] if untested else []
     rest += [f"{each.name} not taken: {ENDANGERED}" for each in passed if each not in safe]
     return Choice(best.name, "; ".join([*(_describe(measurement) for measurement in measurements), *rest]))
+
+
+def _wanted(requested: str, offered: Mapping[str, str], available: Mapping[str, str]) -> tuple[str, ...]:
+    if requested != AUTO and requested not in available:
+        raise ConfigurationError(
+            f"unknown transport {requested!r}",
+            found=requested,
+            expected=f"{AUTO} or one of {', '.join(available)}",
+            hint=_available(offered, available),
+        )
+    return tuple(available) if requested == AUTO else (requested,)
 
 
 def _obstacle(name: str, offered: Mapping[str, str], available: Mapping[str, str]) -> str:

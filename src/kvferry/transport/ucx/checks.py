@@ -18,6 +18,7 @@ OTHER_BUILD: Final = {
     "rocm": "build UCX --with-rocm and NIXL on it (the wheels on PyPI have none), or use the buffer device cpu",
     "xpu": "build UCX --with-ze and NIXL on it (the wheels on PyPI have none), or use the buffer device cpu",
 }
+THROUGH_HOST: Final = "choose --buffer-device cpu (vllm serve: kv_buffer_device; SGLang has none)"
 LEAST_LOCKED_BYTES: Final = 1 << 30
 
 _Check = Callable[[SystemFacts], Iterator[Finding]]
@@ -73,10 +74,12 @@ def _rdma(system: SystemFacts) -> Iterator[Finding]:
     if all_rdma and not system.rdma:
         found = ", ".join(f"{nic.name} {nic.state}" for nic in all_rdma)
         hint = "look at the cable and at ibstat; in a container, pass /dev/infiniband on"
+        if system.is_direct and system.may_be_remote:
+            hint += f"; between hosts without it, {THROUGH_HOST}"
         yield Finding(WARNING, "no RDMA port is up: other hosts are reached over tcp", found, "up", hint)
     elif system.is_direct and not all_rdma and system.may_be_remote:
         what = "there is no RDMA card: device memory reaches other hosts over tcp, through host memory"
-        hint = "nothing to do for engines on one host; between hosts, install a card, or choose --buffer-device cpu"
+        hint = f"nothing to do for engines on one host; between hosts, install a card, or {THROUGH_HOST}"
         yield Finding(NOTE, what, "no card in /sys/class/infiniband", "a card with a port that is up", hint)
     if system.is_direct and system.rdma:
         yield from _nearest_cards(system, all_rdma)
