@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -16,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvferry.cli import main
-from kvferry.cli.scrape import reading_of
+from kvferry.cli.scrape import START, reading_of
 from kvferry.cli.top import watch as command
 from kvferry.cli.top.command import TopOptions
 from kvferry.cli.top.view import Frame, summary, view
@@ -121,7 +122,15 @@ async def test_a_frame_of_a_real_router_has_its_figures():
         # Three frames and the end of each stream: those that come together are counted, too.
         assert found["ttft_p50_s"] > 0
         assert set(found["phases_s"]) == {"queue", "prefill", "first_decode"}
-        assert "2.0 requests/s" in shown(frame)
+        assert re.search(r"2\.0 requests/s  \d+ streamed tokens/s", shown(frame))
+
+
+async def test_tokens_of_whole_answers_are_not_said_to_be_none():
+    """The router counts what lies between the tokens of streams. It reads no others."""
+    async with cluster([prefill_engine()], [decode_engine()]) as c:
+        await c.complete({"prompt": "x"})
+        frame = Frame(START, reading_of(await c.metrics(), 0.0), await c.members())
+    assert shown(frame).startswith("1 requests  0 streamed tokens since the router started")
 
 
 async def test_once_shows_totals_since_the_router_started(capsys):
@@ -134,7 +143,7 @@ async def test_once_shows_totals_since_the_router_started(capsys):
             await asyncio.to_thread(command.top, options, no_nap)
     *table, line = capsys.readouterr().out.splitlines()
     assert table[0].startswith("3 requests ")
-    assert "since the router started" in table[0]
+    assert re.search(r" \d+ streamed tokens since the router started$", table[0].rstrip())
     assert "first token p50 -" not in table[1]
     found = json.loads(line)
     assert (found["requests"], found["requests_per_s"]) == (3, None)

@@ -43,7 +43,7 @@ class Frame:
 
 def summary(frame: Frame) -> dict[str, Any]:
     """Plain JSON: totals since the router started; rates per second, where there were two readings; times in seconds;
-    null where nothing came."""
+    null where nothing came. Tokens are of streams, without the first piece of each; the router reads no others."""
     before, now = frame.before, frame.now
     return {
         "requests": now.total(REQUESTS),
