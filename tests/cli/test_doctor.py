@@ -288,6 +288,27 @@ def test_the_verdict_is_that_of_auto():
     assert "no transport works" in verdict([Measurement("tcp", 0, 0, 0, "broken")])
 
 
+@pytest.mark.parametrize(
+    ("missing", "hint"),
+    [
+        (["router"], ""),
+        (["engine"], "(for serve and up with transformers; not beside vLLM or SGLang, whose transformers it replaces)"),
+        (
+            ["agent", "engine"],
+            "whose transformers it replaces); beside these: pip install 'kvferry[agent,router,nixl]'",
+        ),
+    ],
+)
+def test_the_extra_engine_is_not_for_the_environments_of_other_engines(monkeypatch, missing, hint):
+    monkeypatch.setattr(doctor_facts, "missing_modules", lambda extra: ["zmq"] if extra in missing else [])
+    monkeypatch.setattr("kvferry.extras._is_editable", lambda: False)
+    findings = doctor_facts.machine_findings(SystemFacts("cpu", "cpu"), "")
+    (found,) = [each for each in findings if each.what == "parts of kvferry are not installed"]
+    assert found.found == ", ".join(missing)
+    assert found.hint.startswith(f"pip install 'kvferry[{missing[-1]}]'")
+    assert found.hint.endswith(hint)
+
+
 def test_a_small_machine_with_two_copies_of_ucx(monkeypatch):
     builds = tuple(UcxBuild(owner, f"/site/{owner}.libs") for owner in ("nixl_cu12", "nixl_cu13"))
     monkeypatch.setattr(doctor_facts, "installed_builds", lambda: builds)

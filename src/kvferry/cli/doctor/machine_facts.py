@@ -12,6 +12,7 @@ from typing import Final
 
 from kvferry import __version__, read_token
 from kvferry.cli import environment
+from kvferry.cli.engine_choice import SERVER_EXTRAS
 from kvferry.cli.units import format_bytes
 from kvferry.errors import FerryError
 from kvferry.extras import EXTRAS, how_to_install, missing_modules
@@ -37,7 +38,7 @@ USED_BY: Final = {
     "jax": "engines with caches of JAX",
     "torch": "the engine, copies on devices",
     "kernels": "copies on devices",
-    "engine": "serve, up",
+    "engine": "serve and up with transformers",
 }
 # With these, everything but device kernels and tracing works.
 MAIN: Final = ("agent", "router", "engine")
@@ -144,6 +145,7 @@ def machine_findings(system: SystemFacts, token_file: str) -> Iterator[Finding]:
         hint = how_to_install("engine" if "engine" in missing else ",".join(missing))
         if "engine" in missing:
             hint += " (for serve and up with transformers; not beside vLLM or SGLang, whose transformers it replaces)"
+            hint += f"; beside these: {how_to_install(SERVER_EXTRAS)}" if len(missing) > 1 else ""
         yield Finding(Severity.NOTE, "parts of kvferry are not installed", ", ".join(missing), "", hint)
     yield from _copies()
     if not any(map(_version, NIXL)):
