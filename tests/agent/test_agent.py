@@ -3,7 +3,7 @@
 import errno
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import FetchRequest, HoldRequest, LeaseRequest
 from kvferry.session.timing import Timing
+from kvferry.transport.base import Completion, Ticket
 from kvferry.transport.registry import open_transports
 from kvferry.wire.codec import decode, frame_of
 from kvferry.wire.messages import WIRE_VERSION, Reason, Reference, Refusal
@@ -290,6 +291,16 @@ def test_before_its_start_an_agent_says_so_and_has_kept_nothing(make_rank, cache
             ask()
     with agent:
         agent.lease(lease)
+
+
+def test_an_agent_is_woken_when_a_ticket_over_tcp_has_ended(cache):
+    opened = open_transports("tcp")
+    agent = Agent(AgentConfig("d0"), cache, print, opened.transports, opened.unavailable)
+    with closing(agent):
+        (tcp,), wakeup = opened.transports, agent._event_loop.wakeup
+        assert not wakeup.consume()
+        tcp._end(Completion(Ticket(1), ""))
+        assert wakeup.consume()
 
 
 def test_without_a_token_nobody_on_another_host_is_connected_to(make_rank):

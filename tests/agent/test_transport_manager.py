@@ -194,7 +194,8 @@ def test_what_is_posted_is_looked_at_again_at_once_and_so_is_what_is_left_when_o
 @pytest.mark.parametrize(("kind", "must_be_polled"), [(Scripted, True), (Notifying, False)])
 def test_who_says_when_a_ticket_has_ended_need_not_be_polled_for_that(kind, must_be_polled):
     transport, told = kind("tcp"), []
-    manager = TransportManager("tcp", [transport], {}, TESTS_S, notify=lambda: told.append("an end"))
+    manager = TransportManager("tcp", [transport], {}, TESTS_S)
+    manager.notify_with(lambda: told.append("an end"))
     manager.connect(PEER, offer("tcp"))
     assert manager.must_be_polled
     outcomes(manager)

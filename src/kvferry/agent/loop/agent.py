@@ -95,8 +95,10 @@ class Agent:
         # Closed before the memory that it copies to.
         mover = undo.enter_context(closing(cache.mover([*cache.memories, self._arena.memory], wakeup.notify)))
         peer_slots = undo.enter_context(closing(PeerSlots(self._arena.memory)))
-        far = peer_slots if mover.reaches_peer_memory else None
-        manager = undo.enter_context(closing(_manager(config, opened, cache.buffer_device, far, wakeup.notify)))
+        manager = undo.enter_context(
+            closing(_manager(config, opened, cache.buffer_device, peer_slots if mover.reaches_peer_memory else None))
+        )
+        manager.notify_with(wakeup.notify)
         manager.register([*cache.memories, self._probe.memory, self._arena.memory])
         manager.check_requested()
         identity = self._identity(config, cache, manager)
@@ -287,13 +289,10 @@ class Agent:
             yield self._probe
 
 
-def _manager(
-    config: AgentConfig, opened: Opened, buffer_device: str, peer_slots: PeerSlots | None, notify: Callable[[], None]
-) -> TransportManager:
+def _manager(config: AgentConfig, opened: Opened, buffer_device: str, peer_slots: PeerSlots | None) -> TransportManager:
     tests_s = TESTS_SHARE * config.timing.handshake_s
     context = local_context(config.transport, config.may_switch_direction, buffer_device)
-    transports, unavailable = opened.transports, opened.unavailable
-    return TransportManager(config.transport, transports, unavailable, tests_s, context, peer_slots, notify)
+    return TransportManager(config.transport, opened.transports, opened.unavailable, tests_s, context, peer_slots)
 
 
 def open_agent(config: AgentConfig, cache: Cache, notify: Callable[[Notice], None]) -> Agent:

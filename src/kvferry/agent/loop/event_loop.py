@@ -96,7 +96,8 @@ class EventLoop:
             # A transport that copies inside `poll` has more to copy; one that copies elsewhere is polled again soon.
             return 0.0 if now - began > BUSY_POLL_S else IDLE_POLL_S
         deadline = min(self.source.next_deadline(), self.target.next_deadline(now))
-        # Frequent polls serve only peers that use our memory: a needless one takes the interpreter from the engine.
+        # Frequent polls serve only peers that use our memory, and the look whether bytes of open tickets move: a
+        # needless one takes the interpreter from the engine.
         if not (self.transports.busy or self.is_reached(now)):
             return max(0.0, min(deadline - now, MAX_WAIT_S))
         self.quiet_until = min(deadline, now + QUIET_S)

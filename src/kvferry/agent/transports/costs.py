@@ -18,7 +18,7 @@ GATHER_PER_WIRE = 1.2
 # A row takes about as long as copying so many bytes: the least, the most. A page of the other process has to be found,
 # and NIXL makes a system call for each. From benchmarks/mixed_tp.py, 2 to 4, direct and wire: 3.4 KB in kvferry's cma,
 # 13 in NIXL's; in kvferry's tcp 0.1 to 0.8 (benchmarks/transports.py --hosts). A self-test beside busy engines can say
-# that a row costs nothing, or as much as a hundred.
+# that a row costs nothing, or many times what it does.
 COPIED_PER_ROW = {"cma": (2.5e3, 8e3), "cma/memory": (4e3, 24e3), "tcp": (100.0, 1e3)}
 # Two cores that copy get on like one and a half: they share the memory.
 STAGES_PER_CORE = 0.75

@@ -67,9 +67,7 @@ class TransportManager:
         tests_s: float,
         context: LocalContext = NOWHERE,
         peer_slots: PeerSlots | None = None,
-        notify: Callable[[], None] = lambda: None,
     ) -> None:
-        """`notify` is called, on any thread, when a ticket has ended for whose end nobody has to poll."""
         self.met: dict[Remote, PeerReport] = {}
         self.moved_bytes = dict.fromkeys(Direction, 0)
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -88,10 +86,15 @@ class TransportManager:
         # What the transport of each peer has last returned from `moved`, and when it is asked again.
         self._moved: dict[Remote, int] = {}
         self._look_at = 0.0
-        self._notifying = {each.name for each in transports if isinstance(each, NotifyingTransport)}
-        for transport in transports:
+        self._notifying: set[str] = set()
+
+    def notify_with(self, notify: Callable[[], None]) -> None:
+        """Have `notify` called, on any thread, when a ticket of a transport that tells so has ended: it need not be
+        polled any more. Before the first `connect`."""
+        for name, transport in self._transports.items():
             if isinstance(transport, NotifyingTransport):
                 transport.notify_with(notify)
+                self._notifying.add(name)
 
     @property
     def busy(self) -> bool:

@@ -226,9 +226,9 @@ def ends_are_told_without_a_poll(world: World) -> None:
     told = threading.Event()
     near.notify_with(told.set)
     near.connect("far", world.far.transport.descriptor())
-    for is_refused in (False, True):
+    for ends_early in (False, True):
         ticket = world.post(copies_of(world, random_rows(SEED, 50, 900), Direction.READ), Direction.READ)
-        if is_refused:
+        if ends_early:
             near.disconnect("far")
         assert told.wait(TOLD_S)
         told.clear()
