@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvferry import catalog
+from kvferry.catalog.config.class_defaults import UNKNOWN, class_values
 from kvferry.catalog.config.families import _FAMILIES, language_fields
 from kvferry.catalog.layers.layer_types import layers_of
 from kvferry.catalog.layers.mlp import _CHOSEN, _EXPERTS
@@ -226,3 +227,16 @@ def test_an_encoder_is_described_as_a_decoder_only(family):
     if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         described = catalog.of_config({**BASE, "model_type": family, "is_decoder": True}, family, AUTO)
         assert described.cache.num_layers == BASE["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3_next", "num_hidden_layers": 4097},
+        {"model_type": "llama", "num_labels": 10_000_000},
+        {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10_000_000}},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_no_class_is_asked_that_would_make_lists_longer_than_any_model(config):
+    assert class_values(config) is UNKNOWN

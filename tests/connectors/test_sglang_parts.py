@@ -11,10 +11,12 @@ import torch
 from kvferry import FirstToken, Prompt, PromptInput, Reason
 from kvferry.connectors.sglang import handoff
 from kvferry.connectors.sglang.description.describe import RankFacts, describe
+from kvferry.connectors.sglang.description.parts import Part
 from kvferry.connectors.sglang.features import forward_stream_of
 from kvferry.connectors.sglang.prompt import prompt_of
 from kvferry.connectors.sglang.settings import VARIABLE, settings_from
 from kvferry.errors import ConfigurationError, LayoutError, TransferError
+from kvferry.layout import State
 
 PAGE_SIZE, NUM_PAGES, NUM_HEADS, HEAD_DIM, NUM_LAYERS = 4, 6, 2, 8, 2
 FACTS = RankFacts(0, 1, NUM_HEADS)
@@ -23,11 +25,11 @@ FACTS = RankFacts(0, 1, NUM_HEADS)
 class MHATokenToKVPool:
     """As SGLang's; a test says how it differs."""
 
-    def __init__(self, device: str = "cpu", **changes) -> None:
+    def __init__(self, **changes) -> None:
         shape = NUM_PAGES * PAGE_SIZE, NUM_HEADS, HEAD_DIM
         self.page_size, self.start_layer, self.head_num = PAGE_SIZE, 0, NUM_HEADS
         self.kv_cache_layout, self.dtype = "nhd", torch.float32
-        self.k_buffer, self.v_buffer = ([torch.empty(shape, device=device) for _ in range(NUM_LAYERS)] for _ in "kv")
+        self.k_buffer, self.v_buffer = ([torch.empty(shape) for _ in range(NUM_LAYERS)] for _ in "kv")
         vars(self).update(changes)
         self.layer_num = len(self.k_buffer)
 
@@ -52,10 +54,12 @@ class TestDescription:
         (group,) = layout.groups
         assert (group.block_tokens, group.num_blocks, group.tail_is_free) == (PAGE_SIZE, 5, True)
 
-    def test_memory_of_a_device_is_called_that(self):
-        for device, kind in (("cpu", "dram"), ("meta", "vram")):
-            layout = describe(MHATokenToKVPool(device), FACTS).layout
-            assert {region.kind for region in layout.regions} == {kind}
+    @pytest.mark.parametrize(("device", "kind"), [("cpu", "dram"), ("meta", "vram")])
+    def test_memory_of_a_device_is_called_that(self, device, kind):
+        state, regions = State("k", "float32", 4, (), per_token=True), {}
+        part = Part(state, torch.empty(8, device=device), (), (), block_stride=16, token_stride=4)
+        part.placement(regions, 0)
+        assert [region.kind for region in regions.values()] == [kind]
 
     @pytest.mark.parametrize(
         ("changes", "words"),

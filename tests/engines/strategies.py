@@ -124,7 +124,9 @@ def _engine(dice: random.Random, model: CacheModel, num_tokens: int) -> tuple[tu
         outer_axis=dice.choice(["", "width"]),
         shared_pool=dice.random() < 0.4,
     )
-    replicas = gcd(*(shape.tensor_parallel // len(set(divided(k, shape))) for k in model.kept() if k.state.per_token))
+    ranks = range(shape.tensor_parallel)
+    spans = [{divided(kept, shape, rank) for rank in ranks} for kept in model.kept() if kept.state.per_token]
+    replicas = gcd(*(len(ranks) // len(distinct) for distinct in spans))
     ratio = lcm(*(kept.state.compress_ratio for kept in model.kept()))
     shape = replace(
         shape,

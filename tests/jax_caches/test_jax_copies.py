@@ -193,7 +193,7 @@ def test_steps_of_the_engine_go_on_between_copies(side):
 def test_an_array_with_more_elements_than_programs_can_number_is_cut_into_larger_units():
     (layout,) = describe(model_of(jnp.float32, 1), shape_of(1, num_blocks=1 << 26), FIRST_ADDRESS)
     assert layout.regions[0].size_bytes == 1 << 34
-    assert units_of(layout, 0) == (256, 32)
+    assert units_of(layout, 0) == (256, 32, 16)
 
 
 @pytest.mark.parametrize(

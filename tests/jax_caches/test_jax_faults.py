@@ -17,6 +17,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.jax_caches import FIRST_ADDRESS, JaxCaches, device_name
 from kvferry.layout import describe
 from kvferry.staging.device import table
+from kvferry.staging.jax_arrays import units
 from kvferry.staging.jax_arrays.programs import Programs
 from kvferry.staging.jax_arrays.units import units_of
 
@@ -136,6 +137,12 @@ def test_an_array_that_lies_where_programs_do_not_take_it_is_refused_at_the_star
 def test_layouts_that_do_not_fit(engine, layouts, what):
     with engine.caches.turn() as turn, pytest.raises(ConfigurationError, match=what):
         JaxCaches(turn.arrays, layouts)
+
+
+def test_an_array_of_more_blocks_than_programs_can_number(engine, monkeypatch):
+    monkeypatch.setattr(units, "MAX_UNITS", 2)
+    with engine.caches.turn() as turn, pytest.raises(ConfigurationError, match="array 0 consists of too many blocks"):
+        JaxCaches(turn.arrays, engine.layouts)
 
 
 def test_rows_that_nobody_can_copy(engine, side):

@@ -21,6 +21,11 @@ def with_layers(*kept: tuple[Kept, ...]) -> CacheModel:
     return CacheModel(len(kept), tuple(LayerCache(index, f"group {index}", of) for index, of in enumerate(kept)))
 
 
+def test_a_group_that_keeps_nothing_is_refused():
+    with pytest.raises(LayoutError, match="group 1: no state"):
+        with_layers((TOKENS,), ())
+
+
 def shares_of(model, **changes):
     return [layout.groups[0].share for layout in describe(model, replace(SHAPE, **changes), 0)]
 

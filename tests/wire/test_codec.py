@@ -21,7 +21,7 @@ VERSION = bytes([m.WIRE_VERSION])
 PARTY = m.Party("prefill-0", "e1", 0)
 LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 PART = Part(("s", "t"), (Span(0, 2), Span(1, 4)), TokenSet(4, (Span(0, 2),)), TokenRange(3, 9))
-FAR = replace(LAYOUT, regions=tuple(replace(region, address=2**64 - (1 << 20)) for region in LAYOUT.regions))
+FAR = replace(LAYOUT, regions=tuple(replace(one, address=one.address + 2**64 - (1 << 30)) for one in LAYOUT.regions))
 SUBJECT = Subject(DigestPolicy.SAMPLED, 11, (PART, PART))
 EXAMPLES = [
     m.Hello(1, "0.1.0", PARTY, "decode-0", "e2"),

@@ -81,11 +81,13 @@ class ThreadMover:
         return ended
 
     def close(self) -> None:
-        """See `Mover`. A copy that is under way stops at its next step, a few MiB at most. One that waits for a device
-        that does not answer is given up; should it go on one day, blocks may be written after this. Only the first
-        call waits for it."""
+        """See `Mover`. Copies that have not begun end at once, and one that is under way at its next step, after a few
+        MiB at most. One that waits for a device that does not answer is given up; should it go on one day, blocks may
+        be written after this. Only the first call waits for it."""
         with self._changed:
             self._is_closed = True
+            self._ended += [Moved(job.key, CLOSED) for job in self._jobs]
+            self._jobs.clear()
             self._changed.notify_all()
         # An agent closes its mover twice, and waits for both no longer than its own `close` takes.
         self._given_up_at = min(self._given_up_at, time.monotonic() + CLOSE_S)
@@ -108,15 +110,13 @@ class ThreadMover:
             self._notify()
 
     def _next(self) -> _Job | None:
-        """Wait for a job; None after `close`, which ends those that wait."""
+        """Wait for a job; None after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
             if not self._is_closed:
                 job = self._jobs.popleft()
                 self._running.add(job.key)
                 return job
-            self._ended += [Moved(job.key, CLOSED) for job in self._jobs]
-            self._jobs.clear()
             return None
 
     def _carry_out(self, job: _Job) -> str:

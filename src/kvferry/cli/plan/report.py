@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import lcm
 from typing import Any, Literal
@@ -170,13 +171,14 @@ def _num_needed(shape: EngineShape, tokens: int) -> int:
     return max(1, -(-own // shape.block_tokens))
 
 
-def _tables(side: Side, options: PlanOptions) -> list[list[int]]:
+def _tables(side: Side, options: PlanOptions) -> list[Sequence[int]]:
     """Block ids of the prompt per group: adjacent, or at random (the same ones every time) as in a busy pool.
 
     Different for every group, so that groups that share a pool do not meet.
     """
-    ids = list(range(side.shape.num_blocks))
+    ids: Sequence[int] = range(side.shape.num_blocks)
     if options.scattered:
+        ids = list(ids)
         random.Random(0).shuffle(ids)
     num_needed = _num_needed(side.shape, options.tokens)
     num_groups = len(side.layouts[0].groups)

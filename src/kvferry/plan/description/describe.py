@@ -15,7 +15,7 @@ from kvferry.errors import ConfigurationError, LayoutError
 from kvferry.plan.description.arrange import Arranged, Member, arrange, pooled
 from kvferry.plan.description.layout import CacheGroup, Layout, Placement, Region, State
 from kvferry.plan.description.model import CacheModel, Kept
-from kvferry.plan.description.span import Span, shares, stages
+from kvferry.plan.description.span import Span, share, stages
 from kvferry.plan.description.tokens import UNSHARED, TokenShare
 
 FORMATS = {
@@ -107,7 +107,8 @@ def describe(model: CacheModel, shape: EngineShape, first_address: int) -> tuple
 def _check_token_shares(model: CacheModel, shape: EngineShape) -> None:
     """Only ranks that would hold the same can share the tokens out among themselves."""
     for kept in model.kept():
-        replicas = shape.tensor_parallel // len(set(divided(kept, shape)))
+        first = divided(kept, shape, 0)
+        replicas = sum(divided(kept, shape, rank) == first for rank in range(shape.tensor_parallel))
         if kept.state.compress_ratio > 1 and shape.context_parallel * shape.decode_context_parallel > 1:
             raise LayoutError(
                 f"the compressed tokens of state {kept.state.name} cannot be divided among ranks",
@@ -122,12 +123,12 @@ def _check_token_shares(model: CacheModel, shape: EngineShape) -> None:
             )
 
 
-def divided(kept: Kept, shape: EngineShape) -> tuple[Span, ...]:
-    """The span of the divided axis on each tensor-parallel rank."""
+def divided(kept: Kept, shape: EngineShape, rank: int) -> Span:
+    """The span of the divided axis on a tensor-parallel rank."""
     for axis in kept.state.axes:
         if axis.name == kept.divided_axis:
-            return shares(axis.extent, shape.tensor_parallel, f"axis {axis.name} of state {kept.state.name}")
-    return (Span(0, 1),) * shape.tensor_parallel
+            return share(axis.extent, shape.tensor_parallel, rank, f"axis {axis.name} of state {kept.state.name}")
+    return Span(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class _Rank:
 
     def _member(self, kept: Kept, place: tuple[int, int]) -> Member:
         shape, state = self.shape, kept.state
-        share = divided(kept, shape)[self.tensor]
+        held = divided(kept, shape, self.tensor)
         axes = tuple(range(len(state.axes)))
         outer = axes[:1] if state.per_token and len(axes) > 1 else ()
         inner = axes[len(outer) :]
@@ -173,7 +174,7 @@ class _Rank:
             inner = tuple(sorted(axes, key=lambda axis: state.axes[axis].name != shape.outer_axis))
         return Member(
             state=state,
-            spans=tuple(share if a.name == kept.divided_axis else Span(0, a.extent) for a in state.axes),
+            spans=tuple(held if a.name == kept.divided_axis else Span(0, a.extent) for a in state.axes),
             layer=place[0],
             kind=place[1],
             num_blocks=shape.num_blocks * (shape.kernel_blocks if state.per_token else 1),

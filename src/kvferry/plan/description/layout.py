@@ -6,13 +6,15 @@ Nothing here knows a model, an engine or a device. A new model, parallelism or m
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 
 from kvferry.errors import LayoutError
+from kvferry.plan.description.extents import Extent, Step, overlapping
 from kvferry.plan.description.span import MAX_STOP, Span
 from kvferry.plan.description.tokens import UNSHARED, TokenRange, TokenShare
 
@@ -161,6 +163,7 @@ class Layout:
                 raise LayoutError("a rank must hold a state once", found=f"{placement.state} twice")
             placed.add(placement.state)
             _check_placement(self, states, placement)
+        _check_apart(self, states)
 
     def state_named(self) -> dict[str, State]:
         """States by name."""
@@ -219,8 +222,19 @@ def _check_records(layout: Layout) -> None:
     for region in layout.regions:
         if region.address < 0 or region.size_bytes < 1 or region.address + region.size_bytes > 2**64:
             raise LayoutError("a region must lie in the address space", found=repr(region))
+    _check_regions(layout.regions)
     for group in layout.groups:
         _check_group(group)
+
+
+def _check_regions(regions: Sequence[Region]) -> None:
+    """Memory that is in two regions would be registered twice."""
+    ordered = sorted(regions, key=lambda region: (region.kind, region.device, region.address))
+    for one, other in pairwise(ordered):
+        is_beside = (one.kind, one.device) == (other.kind, other.device)
+        if is_beside and other.address < one.address + one.size_bytes:
+            found = " and ".join(f"{each.address:#x} to {each.address + each.size_bytes:#x}" for each in (one, other))
+            raise LayoutError("regions overlap", found=found, expected="memory in one region only")
 
 
 def _check_state(state: State) -> None:
@@ -302,12 +316,8 @@ def _check_reach(layout: Layout, state: State, placement: Placement) -> None:
 
 def _check_overlap(group: CacheGroup, state: State, placement: Placement) -> None:
     """Raises LayoutError unless each step, from the innermost dimension outwards, spans all that lies inside it."""
-    steps = [(stride, len(span)) for span, stride in zip(placement.spans, placement.strides, strict=True)]
-    steps.append((placement.block_stride, group.num_blocks * group.kernel_blocks))
-    if state.per_token:
-        steps.append((placement.token_stride, group.kernel_tokens))
     inside = state.item_bytes
-    for stride, count in sorted(step for step in steps if step[1] > 1):
+    for stride, count in reversed(_steps(group, state, placement)):
         if stride < inside:
             raise LayoutError(
                 f"placement of {state.name}: elements overlap",
@@ -315,3 +325,30 @@ def _check_overlap(group: CacheGroup, state: State, placement: Placement) -> Non
                 expected=f"at least the {inside} bytes that lie inside it",
             )
         inside += (count - 1) * stride
+
+
+def _steps(group: CacheGroup, state: State, placement: Placement) -> tuple[Step, ...]:
+    """The stride of each dimension, blocks and tokens among them, and how many there are; the outermost first."""
+    steps = [(stride, len(span)) for span, stride in zip(placement.spans, placement.strides, strict=True)]
+    steps.append((placement.block_stride, group.num_blocks * group.kernel_blocks))
+    if state.per_token:
+        steps.append((placement.token_stride, group.kernel_tokens))
+    return tuple(sorted((step for step in steps if step[1] > 1), reverse=True))
+
+
+def _check_apart(layout: Layout, states: dict[str, State]) -> None:
+    """A block holds all states of its group, so none may lie upon another. Groups share memory where engines take the
+    blocks of all groups from one pool."""
+    laid: dict[tuple[int, int], list[Extent]] = defaultdict(list)
+    for placement in layout.placements:
+        group, state = layout.groups[placement.group], states[placement.state]
+        steps = _steps(group, state, placement)
+        extent = Extent(state.name, placement.offset, state.item_bytes, steps)
+        laid[placement.region, placement.group].append(extent)
+    for extents in laid.values():
+        if two := overlapping(extents):
+            raise LayoutError(
+                "two states lie in the same memory",
+                found=" and ".join(f"{extent.name} at offset {extent.start:,}" for extent in two),
+                expected="a place of its own for each state of a cache group",
+            )

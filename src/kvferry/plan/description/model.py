@@ -57,12 +57,7 @@ class CacheModel:
             for kept in layer.kept:
                 _check_divided(kept)
         for group in self.groups():
-            states = [kept.state for layer in self.layers if layer.group == group for kept in layer.kept]
-            if len({state.per_token for state in states}) > 1:
-                raise LayoutError("a cache group keeps either tokens or states of fixed size", found=f"{group}: both")
-            if len(ratios := {state.compress_ratio for state in states}) > 1:
-                found = f"{group}: {', '.join(map(str, sorted(ratios)))} tokens an entry"
-                raise LayoutError("the states of a cache group have entries of as many tokens", found=found)
+            _check_group(group, [kept.state for layer in self.layers if layer.group == group for kept in layer.kept])
 
     def groups(self) -> tuple[str, ...]:
         """The cache groups in the order of their first layer."""
@@ -121,6 +116,16 @@ def _uniform(
         for layer in range(num_layers)
     )
     return CacheModel(num_layers, layers)
+
+
+def _check_group(group: str, states: list[State]) -> None:
+    if not states:
+        raise LayoutError("a cache group keeps something", found=f"{group}: no state")
+    if len({state.per_token for state in states}) > 1:
+        raise LayoutError("a cache group keeps either tokens or states of fixed size", found=f"{group}: both")
+    if len(ratios := {state.compress_ratio for state in states}) > 1:
+        found = f"{group}: {', '.join(map(str, sorted(ratios)))} tokens an entry"
+        raise LayoutError("the states of a cache group have entries of as many tokens", found=found)
 
 
 def _check_divided(kept: Kept) -> None:

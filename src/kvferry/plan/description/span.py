@@ -56,11 +56,17 @@ def shares(extent: int, num_ranks: int, what: str) -> tuple[Span, ...]:
     Neighbouring ranks hold the same span when there are more ranks than elements. Raises LayoutError, naming `what`,
     when neither divides the other: engines refuse to start then.
     """
+    return tuple(share(extent, num_ranks, rank, what) for rank in range(max(1, num_ranks)))
+
+
+def share(extent: int, num_ranks: int, rank: int, what: str) -> Span:
+    """The span of one rank; see `shares`."""
     if num_ranks >= 1 and extent % num_ranks == 0:
         size = extent // num_ranks
-        return tuple(Span(rank * size, (rank + 1) * size) for rank in range(num_ranks))
+        return Span(rank * size, (rank + 1) * size)
     if num_ranks >= 1 and num_ranks % extent == 0:
-        return tuple(Span(rank * extent // num_ranks, rank * extent // num_ranks + 1) for rank in range(num_ranks))
+        start = rank * extent // num_ranks
+        return Span(start, start + 1)
     raise LayoutError(
         f"{what} cannot be divided over the ranks",
         found=f"{extent} over {num_ranks} ranks",

@@ -19,7 +19,7 @@ from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.description.layout import Layout
 from kvferry.staging.jax_arrays.pieces import ArraySpec, PiecedArray
 from kvferry.staging.jax_arrays.programs import BITS, ArrayKind, Programs
-from kvferry.staging.jax_arrays.units import sizes_of, units_of
+from kvferry.staging.jax_arrays.units import MAX_UNITS, sizes_of, units_of
 from kvferry.transport.registered_memory import Offsets, View
 
 FIRST_ADDRESS: Final = 1 << 48
@@ -54,9 +54,7 @@ class HeldArrays:
         by_array = [[ArrayKind.of(piece) for piece in array.pieces()] for array in self._arrays]
         self.kinds = tuple(zip(*by_array, strict=True))
         _check(self.kinds, layouts)
-        self.units = tuple(
-            tuple(units_of(layout, region) for region in range(len(layout.regions))) for layout in layouts
-        )
+        self.units = tuple(tuple(_units(layout)) for layout in layouts)
         self.programs = Programs()
         self._lock = threading.Lock()
         self._in_turn = 0
@@ -90,8 +88,7 @@ class HeldArrays:
             for number, (kind, found) in enumerate(zip(kinds, units, strict=True)):
                 for unit in found:
                     self.programs.prepare(kind, unit, sizes_of(unit))
-                if found:
-                    _check_place(number, self._arrays[number].pieces()[rank], self.programs.format_of(kind, found[0]))
+                _check_place(number, self._arrays[number].pieces()[rank], self.programs.format_of(kind, found[0]))
 
     def take(self, place: Place, numbers: Offsets, unit_bytes: int) -> jax.Array:
         """Begin to take units out of a piece; what comes back is on its way to the host. Raises TransportError when the
@@ -181,6 +178,19 @@ def _check(kinds: Sequence[Sequence[ArrayKind]], layouts: Sequence[Layout]) -> N
                 expected=f"{FIRST_ADDRESS:#x} or above",
                 hint="describe(…, kvferry.jax_caches.FIRST_ADDRESS)",
             )
+
+
+def _units(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """What can be taken of each array. Raises ConfigurationError where that is nothing."""
+    for number, region in enumerate(layout.regions):
+        if not (units := units_of(layout, number)):
+            raise ConfigurationError(
+                f"array {number} consists of too many blocks",
+                found=f"{region.size_bytes:,} bytes",
+                expected=f"fewer than {MAX_UNITS:,} blocks",
+                hint="give each layer an array of its own, or the blocks more tokens",
+            )
+        yield units
 
 
 def _shown(sizes: list[int]) -> str:

@@ -23,7 +23,8 @@ MAX_UNITS = (1 << 31) - 1
 
 def units_of(layout: Layout, region: int) -> tuple[int, ...]:
     """The units of a region in bytes, the larger first: a block; what no engine divides, such as a vector of one head
-    and token; and an element, for rows that the end of a slot cuts."""
+    and token; and an element, for rows that the end of a slot cuts, or several where there are too many. None where
+    there are too many blocks."""
     states, size_bytes = layout.state_named(), layout.regions[region].size_bytes
     block = vector = element = size_bytes
     for placement in (each for each in layout.placements if each.region == region):
@@ -31,7 +32,17 @@ def units_of(layout: Layout, region: int) -> tuple[int, ...]:
         block = gcd(block, placement.block_stride, placement.offset)
         vector = gcd(vector, _undivided(state, placement))
         element = gcd(element, state.item_bytes)
-    return tuple(sorted({unit for unit in (block, vector, element) if size_bytes // unit < MAX_UNITS}, reverse=True))
+    found = {block, vector, _smallest(vector, element, size_bytes)}
+    return tuple(sorted((unit for unit in found if size_bytes // unit < MAX_UNITS), reverse=True))
+
+
+def _smallest(vector: int, element: int, size_bytes: int) -> int:
+    """An element; where programs cannot number so many, two of them or four and so on, of which vectors still consist:
+    slots of staging memory end at multiples of a power of two."""
+    unit = element
+    while size_bytes // unit >= MAX_UNITS and vector % (2 * unit) == 0:
+        unit *= 2
+    return unit
 
 
 def _undivided(state: State, placement: Placement) -> int:
