@@ -540,8 +540,8 @@ async def test_clients_that_leave_while_workers_are_asked_are_told_of_together()
     state = Vllm().state
     state.engine_client.collective_rpc = collective_rpc
     workers = Workers()
-    await asyncio.gather(*(workers.withdraw_lease(state, f"cmpl-{i}-0") for i in range(5)))
-    assert asked_for == [["cmpl-0-0"], [f"cmpl-{i}-0" for i in range(1, 5)]]
+    await asyncio.gather(*(workers.withdraw_leases(state, [f"cmpl-{i}-0", f"cmpl-{i}-1"]) for i in range(5)))
+    assert asked_for == [["cmpl-0-0", "cmpl-0-1"], [f"cmpl-{i}-{at}" for i in range(1, 5) for at in range(2)]]
 
 
 @pytest.mark.parametrize("reason", ["wrong_engine", "wrong_epoch"])

@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     importlib.import_module("vllm.v1.worker.utils")
 
 import torch
+from test_vllm_scheduler import PULL
 from tiny_models import model_folder
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
@@ -35,8 +36,12 @@ STOP, OTHER = 7, 9
 
 @pytest.fixture
 def scheduler() -> AsyncScheduler:
+    return scheduler_of("kv_both")
+
+
+def scheduler_of(role: str) -> AsyncScheduler:
     transfer = KVTransferConfig(
-        kv_connector="FerryConnector", kv_connector_module_path="kvferry.connectors.vllm", kv_role="kv_both"
+        kv_connector="FerryConnector", kv_connector_module_path="kvferry.connectors.vllm", kv_role=role
     )
     model = {"model": str(model_folder("llama")), "block_size": BLOCK, "max_model_len": 512}
     config = EngineArgs(**model, kv_transfer_config=transfer, enable_prefix_caching=False).create_engine_config()
@@ -85,6 +90,26 @@ def test_all_of_a_prompt_is_offered_where_one_token_is_wanted(scheduler):
     scheduler.update_from_output(first, sampled(first, OTHER))
     (lease,) = leases(scheduler)
     assert lease.num_tokens == PROMPT
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_blocks_that_a_step_under_way_writes_to_are_not_fetched_into(role):
+    """vLLM hands them out at once where nothing is to be fetched."""
+    made = scheduler_of(role)
+    made.add_request(prefill(max_tokens=8))
+    first, second = made.schedule(), made.schedule()
+    (blocks,) = made.kv_cache_manager.get_block_ids("cmpl-here")
+    made.update_from_output(first, sampled(first, STOP))
+    assert second.num_scheduled_tokens == {"cmpl-here": 1}
+    written: set[int] = set()
+    for number in range(4):
+        params = {**PULL, "remote_request_id": f"there-{number}"}
+        sampling = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": params})
+        made.add_request(Request(f"fetches-{number}", [number] * (NUM_BLOCKS // 4 * BLOCK), sampling, None))
+        orders = made.schedule().kv_connector_metadata
+        written.update(block for fetch in orders.fetches for table in fetch.block_tables for block in table)
+    assert written.isdisjoint(blocks)
+    assert bool(written) is (role != "kv_producer")
 
 
 def leases(scheduler: AsyncScheduler) -> list[LeaseOrder]:

@@ -18,6 +18,7 @@ from test_vllm_worker import rank as rank  # the fixture
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, LeaseOrder, Orders, PromiseOrder
+from kvferry.connectors.vllm.worker import worker
 from kvferry.connectors.vllm.worker.deferred_commands import DeferredCommands, at_once, end_of_request
 from kvferry.connectors.vllm.worker.early_prefills import EarlyPrefills, Source
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
@@ -83,6 +84,18 @@ def test_what_a_step_computes_is_told_when_the_next_begins(rank):
     rank.worker.obey(Orders())
     rank.worker.obey(Orders())
     assert [num_ready for _, _, num_ready in told(rank)] == [16, 32]
+
+
+def test_what_may_be_computed_again_is_told_at_the_end(monkeypatch):
+    """Another connector may load into blocks while a step uses them, and say after it what has not come."""
+    monkeypatch.setattr(worker, "neighbours", lambda _config: ["OffloadingConnector", "LMCacheConnectorV1"])
+    rank = Rank()
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
+    rank.worker.obey(Orders(growths=[grows(40)]))
+    rank.worker.obey(Orders())
+    assert told(rank) == []
+    rank.worker.obey(Orders(ended=[KEPT]))
+    assert told(rank) == [(NAME, ((1, 2, 3),), PROMPT)]
 
 
 def test_what_a_device_has_not_done_is_told_when_it_has(rank):

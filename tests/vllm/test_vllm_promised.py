@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     importlib.import_module("vllm.v1.worker.utils")
 
 import torch
-from test_vllm_scheduler import RANKS, end, full, request, sliding
+from test_vllm_scheduler import RANKS, declined, end, full, request, sliding, state
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
@@ -42,9 +42,9 @@ def scheduler(*specs, key=KEY):
     return made
 
 
-def early(promise=PROMISE, request_id=ID, key=KEY, **more):
+def early(promise=PROMISE, request_id=ID, key=KEY, prompt_logprobs=None, **more):
     params = {"do_remote_decode": True, "kvferry": sealed(promise, key), **more}
-    return request(params, request_id, PROMPT)
+    return request(params, request_id, PROMPT, prompt_logprobs)
 
 
 def step(computes=(), preempted=(), blocks=BLOCKS, is_first=False):
@@ -133,6 +133,17 @@ def test_an_end_that_came_too_soon_is_none_that_is_kept():
     asked.num_computed_tokens = PROMPT - 1
     made.finished(asked, BLOCKS)
     assert [order.is_kept for order in orders(made).ended] == [False]
+
+
+@pytest.mark.parametrize(("specs", "is_kept"), [((), True), ((full(), state()), False)], ids=["attention", "state"])
+def test_a_state_that_has_gone_on_with_the_answer_is_not_that_of_the_prompt(specs, is_kept):
+    made, asked = promised(*specs, prompt_logprobs=1)
+    asked.append_output_token_ids([7] * 8)
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    asked.num_computed_tokens = PROMPT + 7
+    made.finished(asked, ([3, 4, 5], [6])[: len(specs) or 1])
+    assert [(order.num_tokens, order.is_kept) for order in orders(made).ended] == [(PROMPT, is_kept)]
+    assert declined(made)[0] == ([] if is_kept else [["source", "past_prompt"]])
 
 
 def test_a_request_that_ends_in_its_queue_has_no_blocks_to_wait_for():

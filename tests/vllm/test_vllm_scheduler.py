@@ -17,13 +17,19 @@ import torch
 import vllm
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.connectors.vllm.features import num_recomputed
 from kvferry.connectors.vllm.metadata import MAX_NAME_LENGTH, RankAddress, agent_name
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
-from kvferry.connectors.vllm.scheduler.scheduler import Scheduler
+from kvferry.connectors.vllm.scheduler.scheduler import Scheduler, Terms
 from kvferry.plan.description.prompt import Prompt
 from kvferry.plan.description.tokens import TokenRange
 
@@ -47,17 +53,22 @@ def sliding():
     return SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=32)
 
 
-def scheduler(*specs, num_recomputed=1, context_parallel=1):
+def state(num_speculative_blocks=0):
+    return MambaSpec(BLOCK, shapes=((3, 8),), dtypes=(torch.float32,), num_speculative_blocks=num_speculative_blocks)
+
+
+def scheduler(*specs, num_recomputed=1, context_parallel=1, may_fetch=True):
     groups = [KVCacheGroupSpec([f"model.layers.{i}.attn"], spec) for i, spec in enumerate(specs or (full(),))]
     caches = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-    made = Scheduler("ours", caches, Prompts(), num_recomputed=num_recomputed, context_parallel=context_parallel)
+    terms = Terms(num_recomputed=num_recomputed, context_parallel=context_parallel, may_fetch=may_fetch)
+    made = Scheduler("ours", caches, Prompts(), terms)
     made.set_ranks(RANKS)
     return made
 
 
-def request(params, request_id="cmpl-here", size=PROMPT):
-    sampling = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": params})
-    return Request(request_id, list(range(size)), sampling, None)
+def request(params, request_id="cmpl-here", size=PROMPT, prompt_logprobs=None, **more):
+    sampling = SamplingParams(max_tokens=8, prompt_logprobs=prompt_logprobs, extra_args={"kv_transfer_params": params})
+    return Request(request_id, list(range(size)), sampling, None, **more)
 
 
 def end(request, status):
@@ -250,6 +261,21 @@ def test_other_prompts_with_one_reference_each_try_by_themselves():
     assert made.num_new_tokens(sibling, 0) is None
 
 
+def test_the_blocks_of_a_prompt_are_found_after_another_one_tried_with_the_same_reference():
+    made = scheduler()
+    own, others = (
+        [request(dict(PULL), f"{at}_own") for at in range(2)],
+        [request(dict(PULL), f"{at}_other", PROMPT + 3) for at in range(2)],
+    )
+    for each in (*own, *others):
+        made.on_new_request(each)
+    made.allocated(own[0], TABLES, made.num_new_tokens(own[0], 0))
+    made.allocated(own[0], TABLES, 0)
+    made.allocated(others[0], TABLES, made.num_new_tokens(others[0], 0))
+    assert made.num_new_tokens(own[1], 0) == 0
+    assert made.num_new_tokens(others[1], 0) is None
+
+
 def test_nothing_is_kept_of_requests_that_have_ended():
     made = scheduler()
     for each in several(made, 3):
@@ -408,6 +434,39 @@ def test_a_window_that_moves_on_after_the_answer_is_not_offered():
     assert declined(made) == ([["source", "step_under_way"]], [])
 
 
+@pytest.mark.parametrize(
+    ("num_speculative_blocks", "num_answered", "is_offered"), [(0, 8, True), (2, 1, True), (2, 2, False)]
+)
+def test_beside_a_speculator_a_state_after_the_answer_is_not_offered(num_speculative_blocks, num_answered, is_offered):
+    """How many guesses were right decides in which block it lies."""
+    made = scheduler(full(), state(num_speculative_blocks))
+    asked = request({"do_remote_decode": True}, prompt_logprobs=1)
+    made.on_new_request(asked)
+    asked.append_output_token_ids([7] * num_answered)
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    asked.num_computed_tokens = PROMPT + num_answered - 1
+    assert made.finished(asked, ([3, 4, 5], [6, 7, 8]))[0] is is_offered
+    assert declined(made)[0] == ([] if is_offered else [["source", "past_prompt"]])
+
+
+def test_who_is_set_to_fetch_nothing_fetches_nothing_and_releases_the_source():
+    """vLLM does not keep blocks from a fetch there which a step under way still writes to."""
+    made, asked = scheduler(may_fetch=False), request(dict(PULL))
+    assert begun(made, asked) == 0
+    orders = made.take_orders(is_idle=False)
+    assert ([fetch.is_waited_for for fetch in orders.fetches], orders.holds) == ([False], [])
+    assert declined(made) == ([["target", "not_a_consumer"]], [("cmpl-here", "not_a_consumer")])
+    end(asked, RequestStatus.FINISHED_STOPPED)
+    assert made.finished(asked, TABLES) == (False, None)
+    assert made.take_orders(is_idle=False).fetches == []
+
+
+def test_a_prompt_that_is_continued_later_keeps_its_last_token():
+    made, asked = scheduler(sliding()), request({"do_remote_decode": True}, resumable=True)
+    made.on_new_request(asked)
+    assert (asked.num_prompt_tokens, asked.max_tokens) == (PROMPT, 8)
+
+
 def unnamed(params):
     """vLLM takes ids that no other engine could name."""
     asked = request(params)
@@ -548,6 +607,23 @@ class Evicting:
 
     def evict_blocks(self, blocks) -> None:
         self.blocks |= blocks
+
+
+def test_a_block_that_is_not_filled_leaves_the_prefix_cache_while_its_request_waits_for_room():
+    made, asked, manager = scheduler(sliding()), request(dict(PULL)), Evicting()
+    made.unfilled.bind(manager.evict_blocks)
+    begun(made, asked)
+    made.unfilled.scheduled()
+    assert manager.blocks == set()
+    made.unfilled.received(["another", asked.request_id])
+    for _ in range(2):
+        made.unfilled.scheduled()
+        assert manager.blocks == {TABLES[0][0]}
+        manager.blocks.clear()
+    made.allocated(asked, TABLES, 0)
+    manager.blocks.clear()
+    made.unfilled.scheduled()
+    assert manager.blocks == set()
 
 
 @pytest.mark.parametrize("how", ["filled", "aborted"])

@@ -64,9 +64,28 @@ def neighbours(role, *names):
 def test_no_other_connector_keeps_what_a_fetch_leaves_unwritten(monkeypatch, role):
     whole, own = neighbours(role, "FerryConnector", "OffloadingConnector")
     monkeypatch.setattr(features, "get_current_vllm_config_or_none", lambda: whole)
+    assert features.neighbours(own) == ["OffloadingConnector"]
     with pytest.raises(ConfigurationError, match="OffloadingConnector"):
-        features.check_neighbours(own, has_windows=True)
-    features.check_neighbours(own, has_windows=False)
+        features.check_windows(own)
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_what_a_fetch_leaves_unwritten_does_not_wait_for_an_encoder(monkeypatch, role):
+    _, own = neighbours(role)
+    own.ec_transfer_config = object()
+    monkeypatch.setattr(features, "get_current_vllm_config_or_none", lambda: None)
+    with pytest.raises(ConfigurationError, match="ec_transfer_config"):
+        features.check_windows(own)
+
+
+def test_ours_does_not_fetch_where_its_server_does_not(monkeypatch):
+    whole, _ = neighbours("kv_producer", "FerryConnector", "OffloadingConnector")
+    monkeypatch.setattr(features, "get_current_vllm_config_or_none", lambda: whole)
+    features.check_role(neighbours("kv_producer")[1])
+    with pytest.raises(ConfigurationError, match="kv_both among connectors whose kv_role is kv_producer"):
+        features.check_role(neighbours("kv_both")[1])
+    monkeypatch.setattr(features, "get_current_vllm_config_or_none", lambda: None)
+    features.check_role(neighbours("kv_both")[1])
 
 
 def test_who_fetches_nothing_or_has_no_neighbours_may_have_windows(monkeypatch):
@@ -79,7 +98,21 @@ def test_who_fetches_nothing_or_has_no_neighbours_may_have_windows(monkeypatch):
     ]
     for whole, own in found:
         monkeypatch.setattr(features, "get_current_vllm_config_or_none", lambda whole=whole: whole)
-        features.check_neighbours(own, has_windows=True)
+        features.check_windows(own)
+
+
+@pytest.mark.parametrize(
+    ("names", "may_tell_early"),
+    [
+        ((), True),
+        (("OffloadingConnector", "NixlConnector"), True),
+        (("OffloadingConnector", "LMCacheConnectorV1"), False),
+    ],
+)
+def test_beside_which_connectors_nothing_is_computed_again(monkeypatch, names, may_tell_early):
+    whole, own = neighbours("kv_both", "FerryConnector", *names)
+    monkeypatch.setattr(features, "get_current_vllm_config_or_none", lambda: whole)
+    assert features.LOAD_BEFORE_STEPS.issuperset(features.neighbours(own)) is may_tell_early
 
 
 @pytest.mark.skipif(

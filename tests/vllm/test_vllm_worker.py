@@ -352,7 +352,15 @@ def test_a_lease_whose_answer_nobody_got_is_ended_by_its_callers_name(rank):
     assert not rank.worker.withdraw_leases(["cmpl-r-0"])
 
 
-@pytest.mark.parametrize("name", ["cmpl-r", "cmpl-r-0-", "cmpl-r-0-1234567", "r", ""])
+def test_each_of_several_answers_to_a_prompt_is_ended_by_its_callers_name(rank):
+    children = [replace(NAMED, request_id=f"{number}_{NAMED.request_id}") for number in range(12)]
+    rank.worker.obey(Orders(leases=children[:10]))
+    assert rank.worker.withdraw_leases(["cmpl-r-0"])
+    rank.worker.obey(Orders(leases=children[10:]))
+    assert rank.agent.withdrawn == [child.request_id for child in children]
+
+
+@pytest.mark.parametrize("name", ["cmpl-r", "cmpl-r-0-", "cmpl-r-0-1234567", "0_cmpl-r-0", "r", ""])
 def test_other_names_withdraw_no_lease(rank, name):
     rank.worker.obey(Orders(leases=[NAMED, LEASE]))
     assert not rank.worker.withdraw_leases([name])

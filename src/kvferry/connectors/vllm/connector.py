@@ -27,13 +27,14 @@ from kvferry.connectors.vllm.features import (
     CACHE_HIT_SOURCE,
     TransferResults,
     check_caches,
-    check_neighbours,
+    check_role,
     check_version,
+    check_windows,
     num_recomputed,
 )
 from kvferry.connectors.vllm.metadata import Orders, RankAddress
 from kvferry.connectors.vllm.scheduler.prompts import prompts_of
-from kvferry.connectors.vllm.scheduler.scheduler import Scheduler
+from kvferry.connectors.vllm.scheduler.scheduler import Scheduler, Terms
 from kvferry.connectors.vllm.settings import Settings, settings_of, speak_like_vllm
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm.worker.worker import Worker
@@ -56,13 +57,19 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = settings_of(vllm_config)
         check_caches(vllm_config, forgets(kv_cache_config))
-        check_neighbours(vllm_config, has_windows(kv_cache_config))
-        reach = Reach.ANY_HOST if settings.agent.token else Reach.THIS_HOST
+        check_role(vllm_config)
+        if has_windows(kv_cache_config):
+            check_windows(vllm_config)
         is_scheduler = role == KVConnectorRole.SCHEDULER
+        terms = Terms(
+            reach=Reach.ANY_HOST if settings.agent.token else Reach.THIS_HOST,
+            num_recomputed=num_recomputed(vllm_config),
+            context_parallel=vllm_config.parallel_config.decode_context_parallel_size,
+            may_fetch=vllm_config.kv_transfer_config.is_kv_consumer,
+        )
         prompts = [prompts_of(vllm_config)] if is_scheduler else []
         names = settings.agent.engine_id, kv_cache_config
-        of_decode = num_recomputed(vllm_config), vllm_config.parallel_config.decode_context_parallel_size
-        self._schedulers = [Scheduler(*names, one, reach, *of_decode) for one in prompts]
+        self._schedulers = [Scheduler(*names, one, terms) for one in prompts]
         self._workers = [] if is_scheduler else [self._new_worker(vllm_config, settings, kv_cache_config)]
 
     def _new_worker(self, vllm_config: VllmConfig, settings: Settings, kv_cache_config: KVCacheConfig) -> Worker:
@@ -119,6 +126,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.sent(connector_output.finished_sending or ())
+        self._scheduler.unfilled.received(connector_output.finished_recving or ())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, (block_ids,))

@@ -164,21 +164,60 @@ def check_caches(vllm_config: Any, forgets: bool) -> None:
         raise ConfigurationError("states of every block cannot be transferred", found="mamba_cache_mode all", hint=hint)
 
 
-def check_neighbours(vllm_config: Any, has_windows: bool) -> None:
-    """Raises ConfigurationError beside connectors that would keep blocks which a fetch has filled in part, and serve
-    them to later prompts. `has_windows` says that there are such blocks. MultiConnector shows each connector itself
+def neighbours(vllm_config: Any) -> list[str]:
+    """The connectors that a server has beside ours, as far as a worker knows them."""
+    transfer = _whole_transfer_config()
+    named = (transfer.kv_connector_extra_config or {}).get("connectors") if transfer is not None else None
+    return [str(one["kv_connector"]) for one in named or () if one["kv_connector"] != _ours(vllm_config)]
+
+
+def _ours(vllm_config: Any) -> str:
+    return str(vllm_config.kv_transfer_config.kv_connector)
+
+
+def _whole_transfer_config() -> Any:
+    """What MultiConnector was given, or ours; None where that is not known. MultiConnector shows each connector itself
     alone: vLLM says what there is altogether only in a worker while that starts."""
     whole = get_current_vllm_config_or_none()
-    transfer = whole.kv_transfer_config if whole is not None else None
-    named = (transfer.kv_connector_extra_config or {}).get("connectors") if transfer is not None else None
-    ours = vllm_config.kv_transfer_config
-    others = [one["kv_connector"] for one in named or () if one["kv_connector"] != ours.kv_connector]
-    if has_windows and others and ours.is_kv_consumer:
+    return whole.kv_transfer_config if whole is not None else None
+
+
+def check_role(vllm_config: Any) -> None:
+    """Raises ConfigurationError where ours is to fetch on a server that is not: vLLM hands out blocks there which a
+    step under way still writes to."""
+    whole, ours = _whole_transfer_config(), vllm_config.kv_transfer_config
+    if whole is not None and ours.is_kv_consumer and not whole.is_kv_consumer:
+        raise ConfigurationError(
+            f"{ours.kv_connector} is to fetch, and its server is not",
+            found=f"kv_role {ours.kv_role} among connectors whose kv_role is {whole.kv_role}",
+            expected="the same kv_role for both",
+        )
+
+
+LOAD_BEFORE_STEPS = frozenset({"NixlConnector", "OffloadingConnector"})
+"""Connectors that have a request wait until what they load is there. What others load is used by the step in which it
+is loaded, and they say after it what has not come: vLLM computes that again, in the same blocks."""
+
+
+def check_windows(vllm_config: Any) -> None:
+    """Raises ConfigurationError where vLLM would serve blocks to later prompts which a fetch fills in part. They are
+    such of layers with windows or chunks."""
+    if not vllm_config.kv_transfer_config.is_kv_consumer:
+        return
+    if others := neighbours(vllm_config):
         raise ConfigurationError(
             "a server that fetches caches of layers with windows or chunks has no other connector",
-            found=", ".join(map(str, others)),
-            expected=f"{ours.kv_connector} alone, or kv_role kv_producer",
+            found=", ".join(others),
+            expected=f"{_ours(vllm_config)} alone, or kv_role kv_producer",
             hint="leave the others out: they would keep blocks that a fetch fills in part, for later prompts",
+        )
+    if getattr(vllm_config, "ec_transfer_config", None) is not None:
+        # A request whose cache has come and whose image has not waits on with its blocks in the prefix cache, and
+        # others are looked at before it.
+        raise ConfigurationError(
+            "a server that fetches caches of layers with windows or chunks cannot wait for encoders elsewhere",
+            found="an ec_transfer_config",
+            expected="none, or kv_role kv_producer",
         )
 
 

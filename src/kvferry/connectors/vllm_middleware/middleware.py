@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -126,12 +126,12 @@ class FerryMiddleware:
             request.replace(body)
         names = names_of(path, header_id, body)
         delivery = Delivery(request.receive, send)
-        out = delivery.send if names.prefill_name else send
+        out = delivery.send if names.prefill_names else send
         try:
             await self._respond(request, HeldResponse(path, self._outcomes, names.decode_names, names.is_local, out))
         finally:
-            if names.prefill_name and not delivery.is_done:
-                await self._withdraw_lease(request.scope["app"].state, names.prefill_name)
+            if names.prefill_names and not delivery.is_done:
+                await self._withdraw_leases(request.scope["app"].state, names.prefill_names)
 
     async def _respond(self, request: BufferedRequest, response: EarlyResponse | HeldResponse) -> None:
         try:
@@ -142,13 +142,13 @@ class FerryMiddleware:
         finally:
             response.close()
 
-    async def _withdraw_lease(self, state: Any, name: str) -> None:
-        """End the lease of a prefill that has failed or whose client has left, perhaps after its prompt was computed:
-        nobody else will end it."""
+    async def _withdraw_leases(self, state: Any, names: Sequence[str]) -> None:
+        """End the leases of a prefill that has failed or whose client has left, perhaps after its prompts were
+        computed: nobody else will end them."""
         try:
-            await self._workers.withdraw_lease(state, name)
+            await self._workers.withdraw_leases(state, names)
         except FerryError as error:
-            logger.debug("request %s: its cache is kept until its lease ends: %s", name, error)
+            logger.debug("request %s: its cache is kept until its lease ends: %s", names[0], error)
 
     async def _answered(self, call: tuple[str, str], scope: Scope, receive: Receive) -> Response:
         try:

@@ -24,11 +24,10 @@ DECODE_MARK, PREFILL_MARK = b"do_remote_prefill", b"do_remote_decode"
 
 @dataclass(frozen=True, slots=True)
 class RequestNames:
-    """vLLM's name of a prefill request, that of its first prompt, or its names of a decode request, one per prompt.
-    There are none for any other, and where vLLM makes up the name. `is_local` says that no other engine is asked for a
-    cache; it is false where that is not known."""
+    """vLLM's names of a prefill or a decode request, one per prompt. There are none for any other, and where vLLM makes
+    up the name. `is_local` says that no other engine is asked for a cache; it is false where that is not known."""
 
-    prefill_name: str = ""
+    prefill_names: tuple[str, ...] = ()
     decode_names: tuple[str, ...] = ()
     is_local: bool = False
 
@@ -64,7 +63,7 @@ def names_of(path: str, header_id: str | None, body: bytes) -> RequestNames:
     numbers = range(0 if given is None else num_prompts)
     names = tuple(_NAMES[path].format(given, number) for number in numbers)
     return RequestNames(
-        prefill_name=names[0] if names and params.do_remote_decode else "",
+        prefill_names=names if params.do_remote_decode else (),
         decode_names=names if params.do_remote_prefill else (),
         is_local=not params.do_remote_prefill,
     )

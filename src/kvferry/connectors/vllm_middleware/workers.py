@@ -98,15 +98,15 @@ class Workers:
                 raise _not_ours(reason)
         return RELEASED in answers
 
-    async def withdraw_lease(self, state: Any, name: str) -> None:
-        """End the lease of the request that a caller has named so, if there is one. All that wait for their turn go
+    async def withdraw_leases(self, state: Any, names: Sequence[str]) -> None:
+        """End the leases of the requests that a caller has named so, if there are any. All that wait for their turn go
         together: many clients may leave at once, and a name may soon be used again. Raises ConfigurationError,
         FerryError."""
-        self._withdrawn.append(name)
+        self._withdrawn += names
         async with self._turn:
-            names, self._withdrawn = self._withdrawn, []
-            if names:
-                await _ask(state, "kvferry_withdraw", (names,))
+            withdrawn, self._withdrawn = self._withdrawn, []
+            if withdrawn:
+                await _ask(state, "kvferry_withdraw", (withdrawn,))
 
     def _foreign(self, state: Any, reference: Reference) -> str:
         """Why a reference is none of this engine's, as far as that is known without asking it. Of several replicas each

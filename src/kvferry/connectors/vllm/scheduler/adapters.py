@@ -218,7 +218,8 @@ def _files(path: str) -> list[Path]:
 def _folder(path: str) -> Path:
     """Return the folder that vLLM resolves a path to. Nothing is downloaded: a repository has to be on this machine."""
     if os.path.isabs(path) or path.startswith("~") or os.path.exists(path):
-        return Path(path).expanduser()
+        # As vLLM does: it leaves the home of somebody who is unknown as it is.
+        return Path(os.path.expanduser(path))
     try:
         return Path(snapshot_download(path, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError) as error:

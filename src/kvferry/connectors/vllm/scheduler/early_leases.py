@@ -17,7 +17,7 @@ from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, Orders, Prom
 from kvferry.connectors.vllm.scheduler.first_token import first_token_of
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.connectors.vllm.scheduler.rooms import Rooms
-from kvferry.connectors.vllm.scheduler.skipped_transfers import Declined
+from kvferry.connectors.vllm.scheduler.skipped_transfers import PAST_PROMPT, Declined
 from kvferry.errors import RequestError
 from kvferry.kv_transfer_params import room_names, room_of
 
@@ -44,15 +44,22 @@ class _Prefill:
 
 class Promised:
     """The promised prefills by the id of the request. `tables` makes kvferry's tables of vLLM's blocks. With `may_grow`
-    what is computed is told step by step, else all of it at the end."""
+    what is computed is told step by step, else all of it at the end. With `has_states` some layers keep nothing but a
+    state after the last token."""
 
     def __init__(
-        self, tables: Callable[[Blocks], Tables], prompts: Prompts, declined: Declined, may_grow: bool
+        self,
+        tables: Callable[[Blocks], Tables],
+        prompts: Prompts,
+        declined: Declined,
+        may_grow: bool,
+        has_states: bool = False,
     ) -> None:
         self._tables = tables
         self._prompts = prompts
         self._declined = declined
         self._may_grow = may_grow
+        self._has_states = has_states
         self._prefills: dict[str, _Prefill] = {}
         # Requests that go on without the promise that was made for them.
         self._broken: set[str] = set()
@@ -193,6 +200,9 @@ class Promised:
             orders.withdrawn.append(name)
             return (False,)
         is_kept = is_well and request.num_computed_tokens >= prefill.num_tokens and self._is_as_promised(prefill)
+        if is_kept and self._has_states and request.num_computed_tokens > prefill.num_tokens:
+            is_kept = False
+            self._declined.offer(request_id, PAST_PROMPT, "its layers' states have gone on with the answer")
         num_tokens, first = prefill.num_tokens, first_token_of(request, prefill.num_tokens)
         orders.ended.append(EndOrder(request_id, name, tables, num_tokens, is_kept, first))
         return (True,)

@@ -21,13 +21,20 @@ class Turn(Enum):
 
 @dataclass(slots=True)
 class _Readers:
-    """Requests that read one cache. `undecided` have no blocks yet. `fetching` is the one that fetches, or empty."""
+    """Requests that read one cache. `undecided` have no blocks yet. `fetching` has the one that fetches by its prompt,
+    and `read` the prompts of those that have fetched: if they differ, only one is that of the cache."""
 
     members: set[str] = field(default_factory=set)
     undecided: set[str] = field(default_factory=set)
-    fetching: str = ""
-    prompts: tuple[Prompt, ...] = ()
-    is_read: bool = False
+    fetching: dict[Prompt, str] = field(default_factory=dict)
+    read: set[Prompt] = field(default_factory=set)
+
+    def forget(self, request_id: str) -> list[Prompt]:
+        """Note that a request fetches no more. Return the prompt that it fetched, if it did."""
+        prompts = [prompt for prompt, fetching in self.fetching.items() if fetching == request_id]
+        for prompt in prompts:
+            del self.fetching[prompt]
+        return prompts
 
 
 class Readers:
@@ -48,22 +55,22 @@ class Readers:
     def turn(self, request_id: str, prompt: Prompt) -> Turn:
         """What a request does now. If prompts with one reference differ, each tries alone, and hears what is wrong."""
         for readers in self._of(request_id):
-            if prompt in readers.prompts:
-                return Turn.READ if readers.is_read else Turn.WAIT if readers.fetching else Turn.FETCH
+            if prompt in readers.read:
+                return Turn.READ
+            if prompt in readers.fetching:
+                return Turn.WAIT
         return Turn.FETCH
 
     def fetch(self, request_id: str, prompt: Prompt) -> None:
         """Note that a request fetches."""
         for readers in self._of(request_id):
             readers.undecided.discard(request_id)
-            if not readers.fetching:
-                readers.fetching, readers.prompts = request_id, (prompt,)
+            readers.fetching.setdefault(prompt, request_id)
 
     def fetched(self, request_id: str) -> None:
         """Note that a request's blocks are filled, by the fetch or, where that failed, by what vLLM computes."""
         for readers in self._of(request_id):
-            if readers.fetching == request_id:
-                readers.fetching, readers.is_read = "", True
+            readers.read.update(readers.forget(request_id))
 
     def found(self, request_id: str, num_missing: int) -> None:
         """Note that it was a request's turn to `READ`, and how many fetchable tokens the prefix cache does not have."""
@@ -77,7 +84,7 @@ class Readers:
         """Whether, as this request fetches nothing, no other one here does or will: the source may drop the cache."""
         for readers in self._of(request_id):
             readers.undecided.discard(request_id)
-            return not readers.undecided and not readers.fetching and not readers.is_read
+            return not readers.undecided and not readers.fetching and not readers.read
         return True
 
     def end(self, request_id: str) -> None:
@@ -85,8 +92,7 @@ class Readers:
         for readers in self._of(request_id):
             readers.members.discard(request_id)
             readers.undecided.discard(request_id)
-            if readers.fetching == request_id:
-                readers.fetching = ""
+            readers.forget(request_id)
             if not readers.members:
                 del self._of_cache[self._caches[request_id]]
         self._caches.pop(request_id, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,7 +24,13 @@ from kvferry.connectors.vllm.scheduler.expected_prompts import Expected
 from kvferry.connectors.vllm.scheduler.first_token import first_token_of
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.connectors.vllm.scheduler.readers import Readers, Turn
-from kvferry.connectors.vllm.scheduler.skipped_transfers import ALREADY_READ, STEP_UNDER_WAY, Declined
+from kvferry.connectors.vllm.scheduler.skipped_transfers import (
+    ALREADY_READ,
+    NOT_A_CONSUMER,
+    PAST_PROMPT,
+    STEP_UNDER_WAY,
+    Declined,
+)
 from kvferry.connectors.vllm.scheduler.unfilled_blocks import UnfilledBlocks
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.errors import RequestError, TransferError
@@ -38,24 +44,30 @@ NULL_BLOCK = 0
 """vLLM's block that stands for none, in tables whose window has moved on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a server is set to do.
+
+    The decode side computes the last `num_recomputed` tokens of a prompt itself: the last one in any case.
+    `context_parallel` ranks share the tokens of a block table. vLLM waits for the steps under way before it hands out
+    their blocks only where it `may_fetch`.
+    """
+
+    reach: Reach = Reach.THIS_HOST
+    num_recomputed: int = 1
+    context_parallel: int = 1
+    may_fetch: bool = True
+
+
 class Scheduler:
     """Stages orders; `take_orders` hands them over at each step."""
 
     def __init__(
-        self,
-        engine_id: str,
-        kv_cache_config: KVCacheConfig,
-        prompts: Prompts,
-        reach: Reach = Reach.THIS_HOST,
-        num_recomputed: int = 1,
-        context_parallel: int = 1,
+        self, engine_id: str, kv_cache_config: KVCacheConfig, prompts: Prompts, terms: Terms = Terms()
     ) -> None:
-        """The decode side computes the last `num_recomputed` tokens of a prompt itself: the last one in any case.
-        `context_parallel` ranks share the tokens of a block table."""
         self._engine_id = engine_id
-        self._num_recomputed = num_recomputed
         self._prompts = prompts
-        self._reach = reach
+        self._terms = terms
         self._config = kv_cache_config
         self._orders = Orders()
         self._ranks: tuple[RankAddress, ...] = ()
@@ -73,8 +85,9 @@ class Scheduler:
         self._fixed = tuple(isinstance(spec, MambaSpec) for spec in specs)
         self._scratch = tuple(spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0 for spec in specs)
         self._forgets = forgets(kv_cache_config)
-        self.unfilled = UnfilledBlocks(kv_cache_config, context_parallel)
-        self._promised = Promised(self._tables, prompts, self._declined, may_grow(kv_cache_config))
+        self.unfilled = UnfilledBlocks(kv_cache_config, terms.context_parallel)
+        may_tell = may_grow(kv_cache_config)
+        self._promised = Promised(self._tables, prompts, self._declined, may_tell, any(self._fixed))
 
     def set_ranks(self, ranks: tuple[RankAddress, ...]) -> None:
         """Where the agents of all ranks listen, in the order of the ranks."""
@@ -91,6 +104,11 @@ class Scheduler:
             request.kv_transfer_params = None
             self._declined.fetch(request.request_id, Reason.MALFORMED, f"{params!r:.100} are no parameters")
             return
+        if params.get("do_remote_prefill") and not self._terms.may_fetch:
+            params["do_remote_prefill"] = False
+            words = "the kv_role of this server is kv_producer, and not kv_consumer or kv_both"
+            self._declined.fetch(request.request_id, NOT_A_CONSUMER, words)
+            self._release(request.request_id, params)
         if params.get("do_remote_prefill"):
             self._hold(request.request_id, params)
         if params.get("do_remote_decode"):
@@ -100,7 +118,7 @@ class Scheduler:
     def _hold(self, request_id: str, params: Mapping[str, Any]) -> None:
         """Whatever becomes of the request, a fetch follows, if only one of nothing that releases the source."""
         try:
-            remote = from_params(params, self._reach)
+            remote = from_params(params, self._terms.reach)
         except TransferError:
             return  # It is said when its turn comes.
         self._readers.arrive(request_id, remote.reference)
@@ -112,9 +130,10 @@ class Scheduler:
         """Let a prefill stop before the tokens that the decode side computes itself, where it could not do that from
         behind them: from a recurrent state after them, or with a window that has moved past what they see.
         """
-        if not self._forgets or request.request_id in self._truncated:
+        # To a request that is continued later, what comes then is added behind what there is now.
+        if not self._forgets or request.resumable or request.request_id in self._truncated:
             return
-        num_left, is_read = self._num_recomputed, not request.get_skip_reading_prefix_cache()
+        num_left, is_read = self._terms.num_recomputed, not request.get_skip_reading_prefix_cache()
         if request.num_prompt_tokens > num_left and request.prompt_token_ids and is_read:
             # Several answers to a prompt share this list where vLLM's engine runs in the process that asks it.
             request.prompt_token_ids = request.prompt_token_ids[:-num_left]
@@ -144,7 +163,7 @@ class Scheduler:
 
     def _num_wanted(self, request: Request, params: Mapping[str, Any]) -> int:
         """The client's word about how many there are is only good for asking for fewer."""
-        wanted, offered = request.num_prompt_tokens - self._num_recomputed, params.get("remote_num_tokens")
+        wanted, offered = request.num_prompt_tokens - self._terms.num_recomputed, params.get("remote_num_tokens")
         if isinstance(offered, int) and not isinstance(offered, bool) and offered >= 0 and not any(self._fixed):
             return min(wanted, offered)
         return wanted
@@ -175,7 +194,7 @@ class Scheduler:
         self.unfilled.fetch(request.request_id, self._config.select_transfer_block_ids(block_ids), wanted)
         tables = self._tables(block_ids)
         ranges = (wanted,) * len(tables)
-        order = _fetch(request.request_id, params, tables, ranges, self._reach)
+        order = _fetch(request.request_id, params, tables, ranges, self._terms.reach)
         self._orders.fetches.append(replace(order, prompt=prompt.name(order.reference.lease_id, wanted.last)))
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -225,6 +244,10 @@ class Scheduler:
             words = "a step that was begun before its answer ended goes on from what its layers keep"
             self._declined.offer(request.request_id, STEP_UNDER_WAY, words)
             return False, None
+        if any(self._scratch) and num_tokens > request.num_prompt_tokens:
+            words = "how many of a speculator's tokens were right decides which block has the state after its answer"
+            self._declined.offer(request.request_id, PAST_PROMPT, words)
+            return False, None
         try:
             prompt = self._prompts.of(request, num_tokens)
         except RequestError as error:
@@ -248,7 +271,7 @@ class Scheduler:
         """
         name, nothing = f"{request_id}:release-{next(self._releases)}", TokenRange(0, 0)
         num_groups = len(self._fixed)
-        order = _fetch(name, params, ((),) * num_groups, (nothing,) * num_groups, self._reach)
+        order = _fetch(name, params, ((),) * num_groups, (nothing,) * num_groups, self._terms.reach)
         if order.error:
             logger.debug("request %s: %s", request_id, order.error)
         else:
@@ -256,6 +279,7 @@ class Scheduler:
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """A step has been planned; it has not been carried out."""
+        self.unfilled.scheduled()
         self._promised.step(output, self._orders)
 
     def take_stats(self) -> FerryStats:

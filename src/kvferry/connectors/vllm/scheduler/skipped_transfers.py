@@ -14,6 +14,10 @@ ALREADY_READ = "already_read"
 """Another request of this engine has read the cache, and vLLM's prefix cache does not have it."""
 STEP_UNDER_WAY = "step_under_way"
 """A step that was scheduled before the last token was known writes over what there would be to read."""
+PAST_PROMPT = "past_prompt"
+"""What the layers keep has gone on with the answer, from where it would have to be read."""
+NOT_A_CONSUMER = "not_a_consumer"
+"""The role that this server was given is to fetch nothing."""
 
 
 class Declined:

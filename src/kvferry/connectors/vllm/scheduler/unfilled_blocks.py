@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig, iter_layer_specs
@@ -31,6 +31,8 @@ class UnfilledBlocks:
         self._layers = [tuple(iter_layer_specs(group.kv_cache_spec)) for group in groups]
         self._block_tokens = [group.kv_cache_spec.block_size * context_parallel for group in groups]
         self._unfilled: dict[str, set[int]] = {}
+        # Those of them whose fetch has ended.
+        self._received: set[str] = set()
         self._evict: Evict = _nothing
 
     def bind(self, evict: Evict) -> None:
@@ -47,8 +49,19 @@ class UnfilledBlocks:
         if blocks := blocks - {0}:
             self._unfilled[request_id] = blocks
 
+    def received(self, request_ids: Iterable[str]) -> None:
+        """The fetches of these requests have ended: vLLM puts their blocks into the prefix cache when it comes to them,
+        and may then have no room for them for a while."""
+        self._received.update(self._unfilled.keys() & request_ids)
+
+    def scheduled(self) -> None:
+        """A step has been planned. Another request may be looked at before those that wait for room."""
+        for request_id in self._received:
+            self._evict(self._unfilled[request_id])
+
     def end(self, request_id: str) -> None:
         """The fetch has ended, and vLLM has put its blocks into the prefix cache; or the request has."""
+        self._received.discard(request_id)
         if blocks := self._unfilled.pop(request_id, None):
             self._evict(blocks)
 

@@ -12,7 +12,7 @@ from kvferry import BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnde
 from kvferry.connectors.vllm.features import FAILS_BY_BLOCKS, TransferResults
 from kvferry.connectors.vllm.metadata import EndOrder, FetchOrder, LeaseOrder, PromiseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
-from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, names_of
+from kvferry.connectors.vllm_middleware.worker_reports import CHILD, FetchOutcome, names_of
 from kvferry.errors import RequestError, TransferError
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class OpenRequests:
         return [
             (known, order.lease_id)
             for known, order in self._leased.items()
-            if any(name in names for name in names_of(order.request_id))
+            if any(name in names for name in names_of(CHILD.sub("", order.request_id)))
         ]
 
     def is_fetching(self, request_id: str) -> bool:

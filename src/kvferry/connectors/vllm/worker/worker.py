@@ -35,7 +35,7 @@ from kvferry import (
 )
 from kvferry.connectors.early_lease import new_key
 from kvferry.connectors.timing import SWITCH_S
-from kvferry.connectors.vllm.features import TransferResults, block_tokens, failed_blocks
+from kvferry.connectors.vllm.features import LOAD_BEFORE_STEPS, TransferResults, block_tokens, failed_blocks, neighbours
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats, Moved
@@ -44,7 +44,7 @@ from kvferry.connectors.vllm.worker.open_requests import OpenRequests
 from kvferry.connectors.vllm.worker.rank_agent import RankAgent, RankAgents
 from kvferry.connectors.vllm.worker.rank_cache import RankCache, of_tensors
 from kvferry.connectors.vllm.worker.ranks import addresses
-from kvferry.connectors.vllm_middleware.worker_reports import names_of
+from kvferry.connectors.vllm_middleware.worker_reports import CHILD, names_of
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.errors import ConfigurationError
 
@@ -69,6 +69,8 @@ class Worker:
         self._key = new_key()
         self._open = OpenRequests(settings.is_loss_fatal)
         self._agents = RankAgents(config, settings, kv_cache_config, self._notices.put, self._open)
+        # Beside others, what a step has computed may be computed again in the next.
+        self._tells_early = LOAD_BEFORE_STEPS.issuperset(neighbours(config))
         self._is_idle = False
         self._moved = Moved()
         self._lookups = self._no_lookups()
@@ -180,7 +182,7 @@ class Worker:
 
     def _lease(self, order: LeaseOrder) -> None:
         name = self._open.lease(order)
-        if any(caller in self._withdrawn_names for caller in names_of(order.request_id)):
+        if any(caller in self._withdrawn_names for caller in names_of(CHILD.sub("", order.request_id))):
             self._released.append((name, order.lease_id))
         if self._is_over():
             self._notices.put(LeaseEnded(name, "withdrawn"))
@@ -203,7 +205,7 @@ class Worker:
             self._promise(ours, promise)
         self._open.begun(orders.begun)
         ours.early_prefills.withdraw(orders.withdrawn)
-        ours.early_prefills.step(orders.growths)
+        ours.early_prefills.step(orders.growths if self._tells_early else ())
         for end in orders.ended:
             ours.early_prefills.end(end)
 
