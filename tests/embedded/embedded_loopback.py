@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry import FetchReport, FirstToken, PeerReport
+from kvferry import FetchReport, FirstToken, PeerReport, Reason
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.engine.records import Grown
 from kvferry.embedded.transfer.agent_transfer import ReceivedCache
@@ -145,6 +145,8 @@ class Loopback:
 
     def withdraw(self, params: object) -> bool:
         remote = params.get("remote_request_id") if isinstance(params, dict) else None
+        if remote is None:
+            raise TransferError(Reason.MALFORMED, "invalid kv_transfer_params")
         if remote not in self.offers.tables:
             return False
         del self.offers.tables[remote]

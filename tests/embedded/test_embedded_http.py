@@ -18,11 +18,18 @@ from starlette.requests import ClientDisconnect, Request
 
 from kvferry import __version__
 from kvferry.embedded.http import app
+from kvferry.embedded.http.responder import Responder
+from kvferry.embedded.request.parse import GenerationRequest, decode_chat
 from kvferry.embedded.request.prompts import SHORT_TEXT, Prompts
 
 PROMPT = "The ferry crosses the river when"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKENIZE = "/tokenize"
 MESSAGES = [{"role": "user", "content": "Where does the ferry go?"}]
+
+
+ANNOTATED = b'{"messages":[{"role":"user","content":[{"type":"text","text":"a","annotations":%b}]}]}'
+DEEP = [{"function": {"name": "f", "arguments": '{"a":' * 500 + "1" + "}" * 500}}]
 
 
 @pytest.fixture
@@ -75,6 +82,90 @@ def test_others_are_answered_while_a_very_long_text_is_tokenised(
         may_end.set()
         status, answer = asked.result(DEADLINE_S)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(("num_calls", "is_elsewhere"), [(1, False), (5000, True)])
+def test_others_are_answered_while_a_long_body_is_read(
+    decoder: Served, monkeypatch: pytest.MonkeyPatch, num_calls: int, is_elsewhere: bool
+) -> None:
+    threads: list[str] = []
+
+    def watched(body: bytes) -> GenerationRequest:
+        threads.append(threading.current_thread().name)
+        return decode_chat(body)
+
+    monkeypatch.setattr(app, "decode_chat", watched)
+    calls = [{"function": {"name": "a"}}] * num_calls
+    messages = [{"role": "assistant", "content": "a", "tool_calls": calls}]
+    assert decoder.ask(CHAT, {"messages": messages, "max_tokens": 1})[0] == 400
+    assert ["tokenising" in name for name in threads] == [is_elsewhere]
+
+
+def test_nobody_waits_for_the_text_of_a_client_that_has_left(decoder: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end, texts = threading.Event(), threading.Event(), []
+
+    def tokenise(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        begun.set()
+        texts.append(text[0])
+        assert may_end.wait(DEADLINE_S)
+        return {"input_ids": [5]}
+
+    monkeypatch.setattr(decoder.engine, "tokenizer", tokenise)
+    left = 'kvferry_engine_requests_total{role="refused",status="499"}'
+    before = decoder.metric(left)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(decoder.ask, TOKENIZE, {"prompt": "a" * (SHORT_TEXT + 1)})
+        assert begun.wait(DEADLINE_S)
+        body = json.dumps({"prompt": "b" * (SHORT_TEXT + 1)}).encode()
+        with socket.create_connection(("127.0.0.1", decoder.port)) as client:
+            client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        while decoder.metric(left) == before:
+            assert not first.done()
+        third = pool.submit(decoder.ask, TOKENIZE, {"prompt": "c" * (SHORT_TEXT + 1)})
+        may_end.set()
+        assert [asked.result(DEADLINE_S)[0] for asked in (first, third)] == [200, 200]
+    assert texts == ["a", "c"]
+
+
+def test_a_client_that_stops_amid_its_body_is_told_so(decoder: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "STALL_S", 0.1)
+    with socket.create_connection(("127.0.0.1", decoder.port), DEADLINE_S) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n" + b'{"prompt"')
+        assert client.recv(12) == b"HTTP/1.1 408"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (COMPLETIONS, {"prompt": "a", "model": "huge"}, 404),
+        (COMPLETIONS, b"a" * (33 << 20), 413),
+        ("/v1/embeddings", {}, 404),
+        ("/health", {}, 405),
+        (COMPLETIONS, {"prompt": None}, 400),
+    ],
+)
+def test_what_is_refused_is_counted(decoder: Served, path: str, body: Any, status: int) -> None:
+    name = f'kvferry_engine_requests_total{{role="refused",status="{status}"}}'
+    before = decoder.metric(name)
+    assert decoder.raw(path, body)[0] == status
+    assert decoder.metric(name) == before + 1
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_defect_is_counted_once(decoder: Served, monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+    async def crash(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", lambda _record: None)
+    monkeypatch.setattr(Responder, "_respond", crash) if is_known else monkeypatch.setattr(app, "_body", crash)
+    before = counted(decoder)
+    assert decoder.raw(COMPLETIONS, {"prompt": "a"})[0] == 500
+    assert counted(decoder) == before + 1
+
+
+def counted(decoder: Served) -> float:
+    names = [f'kvferry_engine_requests_total{{role="{role}",status="500"}}' for role in ("whole", "refused")]
+    return sum(map(decoder.metric, names))
 
 
 def test_chat_with_the_openai_client(client: openai.OpenAI) -> None:
@@ -273,6 +364,16 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
     (COMPLETIONS, {"prompt": [1, "b"]}, 400, "a list of token ids and strings"),
     (COMPLETIONS, {"prompt": ["b", [1]]}, 400, "a list of strings and lists"),
     (COMPLETIONS, {"prompt": ["a", ""]}, 400, "needs a prompt"),
+    (COMPLETIONS, {"prompt": [1] + [[]] * 3000}, 400, "too many prompts"),
+    (COMPLETIONS, {"prompt": ["a"] * 3000}, 400, "too many prompts in one request; found: 3000"),
+    (COMPLETIONS, {"prompt": ['"\\'] * 8 + ["[" * 3000], "foo": 1}, 400, "unknown request field"),
+    (COMPLETIONS, {"prompt": "a", "n": 5, "allowed_token_ids": [5] * (1 << 18)}, 400, "named for so many answers"),
+    (COMPLETIONS, b'{"prompt":"a","foo":1e999}', 400, "foo cannot be read; found: Number out of range"),
+    (COMPLETIONS, b'{"prompt":"a","priority":1e999}', 400, "priority cannot be read"),
+    ("/detokenize", b'{"tokens":[1],"foo":1e999}', 400, "foo cannot be read"),
+    (COMPLETIONS, b'{"prompt":"a","foo":' + b"[" * 970 + b"]" * 970 + b"}", 400, "unknown request field"),
+    (CHAT, ANNOTATED % (b"[" * 970 + b"]" * 970), 400, "annotations is not supported"),
+    (TOKENIZE, {"messages": [{"role": "assistant", "content": "a", "tool_calls": DEEP}]}, 400, "chat template"),
     (COMPLETIONS, {"prompt": [1, 1024]}, 400, "vocabulary"),
     (COMPLETIONS, {"prompt": [-1]}, 400, "vocabulary"),
     (COMPLETIONS, {"prompt": [2**62]}, 400, "vocabulary"),

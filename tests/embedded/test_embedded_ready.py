@@ -50,6 +50,7 @@ def test_what_was_offered_can_be_released_once(prefiller: Served) -> None:
     params = prefiller.ask(COMPLETIONS, body)[1]["kv_transfer_params"]
     assert prefiller.ask("/kvferry/release", {"kv_transfer_params": params}) == (200, {"released": True})
     assert prefiller.ask("/kvferry/release", {"kv_transfer_params": params}) == (200, {"released": False})
+    assert prefiller.ask("/kvferry/release", {"kv_transfer_params": {"a": 1}})[0] == 400
     status, answer = prefiller.ask("/kvferry/release", {"nothing": 1})
     assert (status, answer["error"]["code"]) == (400, "invalid_request")
 

@@ -34,6 +34,23 @@ def task(endpoint=Endpoint.COMPLETIONS, **fields):
 
 
 @pytest.mark.parametrize(
+    ("before", "after", "endpoint"),
+    [
+        (b'{"prompt":[', b'"hello"]}', Endpoint.COMPLETIONS),
+        (b'{"prompt":[[', b"1]]}", Endpoint.COMPLETIONS),
+        (b'{"messages":[{"role":"user","content":[{"data":', b"1}]}]}", Endpoint.CHAT),
+        (b'{"messages":[{"role":"user","content":[{"data":[', b"1]}]}]}", Endpoint.CHAT),
+        (b'{"messages":[{"role":"user","content":[{"data"', b":1}]}]}", Endpoint.CHAT),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_a_body_of_blanks_takes_no_longer_than_others(before, after, endpoint):
+    """Were it looked at anew from each blank on, it would take days."""
+    found = cost_of(parse_request(before + b" " * (8 << 20) + after, endpoint))
+    assert found.prompt_tokens <= (8 << 20) // 4 + 20
+
+
+@pytest.mark.parametrize(
     ("prompt", "tokens"),
     [([1, 2, 3], 3), ([[1, 2, 3]], 3), ("x" * 400, 100), ("", 1), (["x" * 400], 101), ([-1], 1)],
 )

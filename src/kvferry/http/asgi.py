@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive
+
+Result = TypeVar("Result")
 
 CLIENT_CLOSED_REQUEST = 499
 """The status under which a request is counted whose client did not wait for one."""
@@ -26,3 +31,18 @@ async def until_disconnected(receive: Receive) -> None:
     """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         continue
+
+
+async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """The result of the work. Raises ClientDisconnect if the client leaves first: the work has then been cancelled, and
+    has cleaned up."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(until_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        working.cancel()  # does nothing to work that is done
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if working.cancelled():
+        raise ClientDisconnect
+    return working.result()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -14,10 +15,11 @@ from starlette.routing import Route
 
 from kvferry import WIRE_VERSION, __version__
 from kvferry.embedded.engine.async_engine import Engine
-from kvferry.embedded.http.responder import Responder, caller_of, error_response
+from kvferry.embedded.http.responder import IS_COUNTED, Responder, caller_of, error_response
 from kvferry.embedded.request.bodies import DetokenizeBody, ReleaseBody, decode_body
 from kvferry.embedded.request.parse import (
     GenerationRequest,
+    TokenizeRequest,
     decode_chat,
     decode_completion,
     decode_supported,
@@ -27,12 +29,17 @@ from kvferry.embedded.serving.openai_objects import ChatObjects, CompletionObjec
 from kvferry.embedded.serving.service import ServeInfo, Service
 from kvferry.embedded.transfer.agent_report import peers_json
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
-from kvferry.errors import FerryError, RequestError
-from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response
+from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response, while_connected
 from kvferry.http.openai import HTTP_CODES, error_body
+from kvferry.http.request_body import read_body
 from kvferry.http.request_ids import id_of_refusal
 
+Decoded = TypeVar("Decoded")
+
 MAX_BODY_BYTES = 32 << 20
+STALL_S = 60.0
+"""How long a client may send nothing amid its body."""
 # Routers ask who this is again when it changes.
 EPOCH_HEADER = "x-kvferry-epoch"
 POSTS = "/v1/completions, /v1/chat/completions, /tokenize or /detokenize"
@@ -56,32 +63,41 @@ class Endpoints:
         self, request: Request, decode: Callable[[bytes], GenerationRequest], objects: CompletionObjects | ChatObjects
     ) -> Responder | Response:
         caller = caller_of(request.headers)
-        ask = decode(await _body(request))
+        ask = await self._decoded(request, decode)
         if (refusal := self._wrong_model(request, ask.model)) is not None:
             return refusal
-        call = await self._service.call(caller.request_id, ask)
+        call = await while_connected(self._service.call(caller.request_id, ask), request.receive)
         return Responder(self._service, objects, call, caller)
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens that a completion or a chat with this prompt computes."""
-        ask = decode_tokenize(await _body(request))
+        ask = await self._decoded(request, decode_tokenize)
         if (refusal := self._wrong_model(request, ask.model)) is not None:
             return refusal
+        return json_response(200, await while_connected(self._tokens(ask), request.receive))
+
+    async def _tokens(self, ask: TokenizeRequest) -> dict[str, object]:
         prompts = self._service.prompts
         tokens = await prompts.token_ids(ask.prompt)
-        body = {
+        return {
             "count": len(tokens),
             "max_model_len": self._service.engine.max_tokens,
             "tokens": tokens,
             "token_strs": await prompts.token_strs(tokens) if ask.return_token_strs else None,
         }
-        return json_response(200, body)
 
     async def detokenize(self, request: Request) -> Response:
-        body = decode_supported(await _body(request), DetokenizeBody)
+        body = await self._decoded(request, partial(decode_supported, kind=DetokenizeBody))
         if (refusal := self._wrong_model(request, body.model)) is not None:
             return refusal
-        return json_response(200, {"prompt": await self._service.prompts.text(tuple(body.tokens))})
+        text = await while_connected(self._service.prompts.text(tuple(body.tokens)), request.receive)
+        return json_response(200, {"prompt": text})
+
+    async def _decoded(self, request: Request, decode: Callable[[bytes], Decoded]) -> Decoded:
+        """What a body asks for. Others are answered while a long one is read. Raises RequestError, ClientDisconnect,
+        HTTPException."""
+        body = await _body(request)
+        return await while_connected(self._service.prompts.off_loop(len(body), lambda: decode(body)), request.receive)
 
     async def models(self, request: Request) -> Response:
         return json_response(200, {"object": "list", "data": [self._model()]})
@@ -126,7 +142,10 @@ class Endpoints:
     async def release(self, request: Request) -> Response:
         """Whoever was given a reference may say that nobody will fetch it."""
         params = decode_body(await _body(request), ReleaseBody).kv_transfer_params
-        return json_response(200, {"released": self._service.transfer.withdraw(params)})
+        try:
+            return json_response(200, {"released": self._service.transfer.withdraw(params)})
+        except TransferError as error:
+            raise RequestError("these are not the parameters of a prefill", found=str(error)) from None
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -148,7 +167,7 @@ class Endpoints:
             return None
         message = f"the model {name!r} does not exist; this engine serves {served!r}"
         body = error_body(message, "invalid_request_error", "model_not_found", "model")
-        return json_response(404, body, _id_header(request))
+        return _refused(request, 404, body)
 
 
 def create_app(engine: Engine, transfer: AgentTransfer, info: ServeInfo) -> Starlette:
@@ -163,7 +182,7 @@ def create_app(engine: Engine, transfer: AgentTransfer, info: ServeInfo) -> Star
         if not isinstance(error, FerryError):
             raise error
         response = error_response(error, engine.failure, _id_header(request))
-        service.metrics.count_request("refused", response.status_code)
+        _count_refused(request, response.status_code)
         return response
 
     app = Starlette(
@@ -193,15 +212,7 @@ def create_app(engine: Engine, transfer: AgentTransfer, info: ServeInfo) -> Star
 
 
 async def _body(request: Request) -> bytes:
-    parts, size_bytes = [], 0
-    async for part in request.stream():
-        size_bytes += len(part)
-        if size_bytes > MAX_BODY_BYTES:
-            found, expected = f"more than {MAX_BODY_BYTES} bytes", f"at most {MAX_BODY_BYTES}"
-            words = RequestError("the body is too large", found=found, expected=expected, hint="a shorter prompt")
-            raise HTTPException(413, str(words))
-        parts.append(part)
-    return b"".join(parts)
+    return await read_body(request, MAX_BODY_BYTES, STALL_S)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -214,18 +225,30 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         hint = PATHS if error.status_code == 404 else ""
         words = str(RequestError(error.detail, found=found, expected=allowed, hint=hint))
     body = error_body(words, "invalid_request_error", HTTP_CODES.get(error.status_code, "http_error"), None)
-    return json_response(error.status_code, body, dict(error.headers or {}) | _id_header(request))
+    return _refused(request, error.status_code, body, error.headers)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
     """A client that has left before it had sent its request: nobody is told."""
+    _count_refused(request, CLIENT_CLOSED_REQUEST)
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
     """What we did not foresee: told without details; the server logs it with all of them."""
     body = error_body("internal error", "server_error", "internal_error", None)
-    return json_response(500, body, _id_header(request))
+    return _refused(request, 500, body)
+
+
+def _refused(request: Request, status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:
+    _count_refused(request, status)
+    return json_response(status, body, dict(headers or {}) | _id_header(request))
+
+
+def _count_refused(request: Request, status: int) -> None:
+    """Count a request whose role was not known. An answer that failed amid its work has been counted by its role."""
+    if IS_COUNTED not in request.scope:
+        request.app.state.service.metrics.count_request("refused", status)
 
 
 def _id_header(request: Request) -> dict[str, str]:

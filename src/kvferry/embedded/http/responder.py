@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -19,11 +19,13 @@ from kvferry.embedded.serving.metrics import Report, summed
 from kvferry.embedded.serving.openai_objects import ChatObjects, CompletionObjects, usage
 from kvferry.embedded.serving.service import Service, TokenizedRequest
 from kvferry.errors import FerryError, RequestError, TransferError
-from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response, server_timing, until_disconnected
+from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response, server_timing, while_connected
 from kvferry.http.openai import REPORT_HEADER, SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
 from kvferry.http.request_ids import is_usable
 
 OK = 200
+IS_COUNTED = "kvferry.is_counted"
+"""Set in the scope of a request whose end the counters know."""
 # How the cache of this answer came to be.
 CACHE_HEADER = "x-kvferry-cache"
 # Why it did not come: the label of a counter.
@@ -89,9 +91,11 @@ class Responder:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Compute and send the answer while the client is there."""
         try:
-            if not await _while_connected(self._respond(scope, receive, send), receive):
-                self._status = CLIENT_CLOSED_REQUEST
+            await while_connected(self._respond(scope, receive, send), receive)
+        except ClientDisconnect:
+            self._status = CLIENT_CLOSED_REQUEST
         finally:
+            scope[IS_COUNTED] = True
             if self._status != OK:
                 self._service.client_left(self._call)
             self._service.metrics.count_request(self._call.ask.role.kind, self._status)
@@ -220,18 +224,3 @@ def error_response(error: FerryError, failure: str, headers: dict[str, str]) -> 
 
 def _reference_of(piece: AnswerChunk) -> dict[str, Any]:
     return {"kv_transfer_params": piece.reference} if piece.reference else {}
-
-
-async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
-    """Whether the work could be done before the client left; if not, it has been cancelled and has cleaned up."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(until_disconnected(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watching.cancel()
-        working.cancel()  # does nothing to work that is done
-        await asyncio.gather(working, watching, return_exceptions=True)
-    if working.cancelled():
-        return False
-    working.result()
-    return True

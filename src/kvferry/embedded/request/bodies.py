@@ -170,13 +170,19 @@ def fields_of_body(body: bytes) -> dict[str, msgspec.Raw]:
 def check_counts(fields: Mapping[str, msgspec.Raw]) -> None:
     """Refuse lists that are far too long to be built at all: a million lists or words take seconds. RequestError."""
     prompt, words = (bytes(fields.get(name, b"")).lstrip() for name in ("prompt", "bad_words"))
-    if prompt.startswith(b"[") and prompt[1:].lstrip().startswith(b"["):
-        check_num_prompts(prompt.count(b"[") - 1)
-    # A quote within a word has a backslash before it: these are no more than there are words.
-    num_words = (words.count(b'"') - words.count(b'\\"')) // 2
+    if prompt.startswith(b"["):
+        # Where the first is no text, a bracket begins a list of tokens.
+        is_text = prompt[1:].lstrip().startswith(b'"')
+        check_num_prompts(_num_texts(prompt) if is_text else prompt.count(b"[") - 1)
+    num_words = _num_texts(words)
     if num_words > MAX_BAD_WORDS:
         found, expected = f"at least {num_words} words", f"at most {MAX_BAD_WORDS}"
         raise RequestError("bad_words is invalid", found=found, expected=expected, param="bad_words")
+
+
+def _num_texts(items: bytes) -> int:
+    """No more than there are texts in a list: a quote within one has a backslash before it."""
+    return (items.count(b'"') - items.count(b'\\"')) // 2
 
 
 def check_num_prompts(num_prompts: int) -> None:
@@ -211,6 +217,25 @@ def invalid_value(error: Exception, values: Mapping[str, str], where: str = "") 
 
 def _field(path: str) -> str:
     return re.split(r"[.\[]", path)[0]
+
+
+def decoded(values: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """The values of fields, whatever they are. Raises RequestError naming the first that cannot be read."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            found[name] = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RequestError(f"{cut(name)} cannot be read", found=str(error), expected="JSON", param=name) from None
+    return found
+
+
+def shown(value: object) -> str:
+    """A value, short enough for a message."""
+    try:
+        return cut(repr(value))
+    except RecursionError:
+        return f"a {type(value).__name__} with others inside one another"
 
 
 def cut(text: str) -> str:

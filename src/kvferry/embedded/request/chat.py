@@ -21,6 +21,7 @@ from kvferry.embedded.request.bodies import (
     TokenizeChatBody,
     ToolCall,
     invalid_value,
+    shown,
 )
 from kvferry.embedded.request.support import SUPPORT, refuse_unsupported
 from kvferry.errors import RequestError
@@ -35,17 +36,19 @@ OPTIONAL = tuple(name for name in ChatMessage.__struct_fields__ if name not in (
 class ChatPrompt:
     """Messages for the model's chat template, which writes the special tokens itself. It ends with the beginning of an
     answer (`add_generation_prompt`), or amid the last message (`continue_final_message`). `template_values` are values
-    of the template's own names, such as `enable_thinking`."""
+    of the template's own names, such as `enable_thinking`. `size` is that of the request's body."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     template_values: dict[str, Any] = field(default_factory=dict)
+    size: int = field(default=0, compare=False)
 
 
-def chat_prompt(body: ChatBody | TokenizeChatBody) -> ChatPrompt:
-    """The prompt of a chat. Raises RequestError for invalid messages, and for fields that exclude each other."""
+def chat_prompt(body: ChatBody | TokenizeChatBody, size: int) -> ChatPrompt:
+    """The prompt of a chat in a body of so many bytes. Raises RequestError for invalid messages, and for fields that
+    exclude each other."""
     generates, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if generates and continues:
         raise RequestError(
@@ -61,6 +64,7 @@ def chat_prompt(body: ChatBody | TokenizeChatBody) -> ChatPrompt:
         continue_final_message=continues,
         add_special_tokens=bool(body.add_special_tokens),
         template_values=body.chat_template_kwargs or {},
+        size=size,
     )
 
 
@@ -188,4 +192,4 @@ def _converted(fields: dict[str, Any], kind: type[Kind], where: str) -> Kind:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise invalid_value(error, {name: repr(value) for name, value in fields.items()}, where) from None
+        raise invalid_value(error, {name: shown(value) for name, value in fields.items()}, where) from None

@@ -12,15 +12,17 @@ from kvferry.connectors.sampling import Sampling
 from kvferry.embedded.engine.detokenizer import TextOptions
 from kvferry.embedded.request.bodies import (
     MAX_CHOICES,
+    MAX_TOKEN_IDS,
     ChatBody,
     CompletionBody,
     TokenizeChatBody,
     TokenizeTextBody,
     check_counts,
     check_num_prompts,
-    cut,
     decode_body,
+    decoded,
     fields_of_body,
+    shown,
 )
 from kvferry.embedded.request.chat import ChatPrompt, chat_prompt
 from kvferry.embedded.request.support import SUPPORT, Verdict, refuse_unsupported
@@ -133,7 +135,7 @@ def decode_completion(body: bytes, max_tokens: int = UNLIMITED) -> GenerationReq
 def decode_chat(body: bytes) -> GenerationRequest:
     """What a body asks for. Raises RequestError naming the field, what was found and what to do."""
     chat = decode_supported(body, ChatBody)
-    return _ask(chat, (chat_prompt(chat),))
+    return _ask(chat, (chat_prompt(chat, len(body)),))
 
 
 def decode_tokenize(body: bytes) -> TokenizeRequest:
@@ -151,7 +153,7 @@ def decode_tokenize(body: bytes) -> TokenizeRequest:
         special = text.add_special_tokens is not False
         return TokenizeRequest(text.model, TextPrompt(text.prompt, special), bool(text.return_token_strs))
     chat = decode_supported(body, TokenizeChatBody)
-    return TokenizeRequest(chat.model, chat_prompt(chat), bool(chat.return_token_strs))
+    return TokenizeRequest(chat.model, chat_prompt(chat, len(body)), bool(chat.return_token_strs))
 
 
 def decode_supported(body: bytes, kind: type[Body]) -> Body:
@@ -160,7 +162,7 @@ def decode_supported(body: bytes, kind: type[Body]) -> Body:
     raw = fields_of_body(body)
     others = {name: value for name, value in raw.items() if name not in rows or rows[name].verdict is Verdict.REFUSED}
     check_counts(raw)
-    refuse_unsupported(rows, {name: msgspec.json.decode(value) for name, value in others.items()})
+    refuse_unsupported(rows, decoded(others))
     return decode_body(body, kind)
 
 
@@ -178,6 +180,7 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> G
     if role.is_early and not body.stream:
         raise RequestError("an early prefill request must be streamed", found="no stream", hint="set stream to true")
     num_choices = _num_choices(body, len(prompts), role)
+    _check_num_ids(body, num_choices * len(prompts))
     return GenerationRequest(
         model=body.model,
         prompts=prompts,
@@ -266,6 +269,19 @@ def _num_choices(body: CompletionBody | ChatBody, num_prompts: int, role: Reques
     return num_choices
 
 
+def _check_num_ids(body: CompletionBody | ChatBody, num_choices: int) -> None:
+    """Refuse more names of tokens than can be looked at for each choice. Raises RequestError."""
+    given = body.allowed_token_ids, body.logit_bias, body.stop_token_ids, body.bad_words
+    num_ids = sum(len(ids) for ids in given if ids is not None)
+    if num_choices * num_ids > MAX_TOKEN_IDS:
+        raise RequestError(
+            "too many tokens are named for so many answers",
+            found=f"{num_choices} answers; {num_ids} in allowed_token_ids, logit_bias, stop_token_ids and bad_words",
+            expected=f"at most {MAX_TOKEN_IDS}, counted once for each answer",
+            param="n",
+        )
+
+
 def _role(params: dict[str, Any]) -> RequestRole:
     """vLLM's key names: the source is told to expect a remote decode, the target that a remote prefill took place."""
     ours = params.get("kvferry")
@@ -273,7 +289,7 @@ def _role(params: dict[str, Any]) -> RequestRole:
     early = {"kvferry.early": ours.get("early")} if isinstance(ours, dict) else {}
     for key, mark in (marks | early).items():
         if mark is not None and not isinstance(mark, bool):
-            raise RequestError(f"invalid {key} in kv_transfer_params", found=cut(repr(mark)), expected="true or false")
+            raise RequestError(f"invalid {key} in kv_transfer_params", found=shown(mark), expected="true or false")
     source, target = (mark is True for mark in marks.values())
     if source and target:
         raise RequestError(

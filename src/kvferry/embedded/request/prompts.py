@@ -46,11 +46,10 @@ class Prompts:
             case TextPrompt():
                 text = prompt.text
             case ChatPrompt():
-                size = sum(_size(message.get("content")) for message in prompt.messages)
-                text = await self._off_loop(size, lambda: self._rendered(prompt))
+                text = await self.off_loop(prompt.size, lambda: self._rendered(prompt))
         if is_limited:
             self._check_length(text)
-        return await self._off_loop(len(text), lambda: self._ids(text, prompt.add_special_tokens))
+        return await self.off_loop(len(text), lambda: self._ids(text, prompt.add_special_tokens))
 
     def _check_length(self, text: str) -> None:
         most = self._engine.max_tokens * self._longest_token
@@ -70,14 +69,14 @@ class Prompts:
     async def token_strs(self, token_ids: tuple[int, ...]) -> list[str]:
         """Each token as the tokenizer's vocabulary writes it."""
         convert = self._engine.tokenizer.convert_ids_to_tokens
-        return await self._off_loop(len(token_ids), lambda: list(map(str, convert(list(token_ids)))))
+        return await self.off_loop(len(token_ids), lambda: list(map(str, convert(list(token_ids)))))
 
     async def text(self, token_ids: tuple[int, ...], field: str = "tokens") -> str:
         """Return the text of these tokens, special ones included. `field` is where they were sent. Raises RequestError
         for an id outside the vocabulary."""
         self._engine.limits.check_ids(field, token_ids)
         decode = self._engine.tokenizer.decode
-        return await self._off_loop(len(token_ids), lambda: str(decode(list(token_ids), skip_special_tokens=False)))
+        return await self.off_loop(len(token_ids), lambda: str(decode(list(token_ids), skip_special_tokens=False)))
 
     async def text_of(self, prompt: PromptInput) -> str:
         """A completion's prompt as it was written, or the text of its tokens. Raises RequestError as `text`."""
@@ -87,7 +86,7 @@ class Prompts:
 
     async def bad_words_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The ids of each word as the start of a text, and within one. Raises RequestError for a word without any."""
-        return await self._off_loop(sum(map(_size, words)), lambda: self._of_words(words))
+        return await self.off_loop(sum(map(_size, words)), lambda: self._of_words(words))
 
     def _of_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         found: list[tuple[int, ...]] = []
@@ -101,7 +100,7 @@ class Prompts:
     def _ids(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
+    async def off_loop(self, size: int, work: Callable[[], Result]) -> Result:
         """Do the work in a thread if `size` is large, else at once, after others have had their turn."""
         if size <= SHORT_TEXT:
             await asyncio.sleep(0)
@@ -125,7 +124,7 @@ class Prompts:
                 render(
                     tokenizer, watched, {"add_generation_prompt": chat.add_generation_prompt, **chat.template_values}
                 )
-        except (ValueError, TypeError, jinja2.TemplateError) as error:
+        except (ValueError, TypeError, RecursionError, jinja2.TemplateError) as error:
             raise RequestError(
                 "the messages do not fit the model's chat template",
                 found=str(error),
@@ -165,6 +164,6 @@ class Prompts:
                 )
 
 
-def _size(text: object) -> int:
-    """The size of a message or a word, in characters. Each costs something besides its letters."""
-    return MIN_SIZE + len(str(text or ""))
+def _size(text: str) -> int:
+    """The size of a word, in characters. Each costs something besides its letters."""
+    return MIN_SIZE + len(text)

@@ -25,6 +25,7 @@ from kvferry.embedded.request.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
     cut,
+    shown,
 )
 from kvferry.errors import RequestError
 
@@ -184,7 +185,7 @@ def refuse_unsupported(rows: Mapping[str, Support], fields: Mapping[str, Any], w
         if row.verdict is Verdict.REFUSED and not _is_harmless(value, row.harmless):
             raise RequestError(
                 f"{where}{name} is not supported by the embedded engine: {row.reason}",
-                found=cut(repr(value)),
+                found=shown(value),
                 expected=" or ".join(repr(one) for one in (None, *row.harmless)).replace("None", "null"),
                 hint=f"leave {name} out",
                 param=where + name,

@@ -24,6 +24,7 @@ from kvferry.errors import FerryError
 from kvferry.http.access import INVALID_KEY, UNAUTHORIZED
 from kvferry.http.asgi import CLIENT_CLOSED_REQUEST, json_response
 from kvferry.http.registration import MEMBERS_PATH
+from kvferry.http.request_body import read_body
 from kvferry.router.config import RouterConfig
 from kvferry.router.discovery.members_file import MembersFile
 from kvferry.router.discovery.registry import Registry
@@ -44,7 +45,6 @@ from kvferry.router.http.errors import (
     tell_refusal,
 )
 from kvferry.router.http.models import find_model, list_models
-from kvferry.router.http.request_body import read_body
 from kvferry.router.http.status import readiness, status_of
 from kvferry.router.http.tokenize import TokenizerPath, ask
 from kvferry.router.request.client_request import Call, Endpoint, parse_request
@@ -212,7 +212,8 @@ class Generate:
         headers = http.scope["headers"]
         request_id = request_id_of(headers)
         deadline_s = started_s + timeout_of(headers)
-        body = await read_body(http, http.app.state.config.max_body_bytes, deadline_s)
+        config = http.app.state.config
+        body = await read_body(http, config.max_body_bytes, config.stall_timeout_s, deadline_s)
         request, target = parse_request(body, self._endpoint), _target(self._endpoint, http)
         return Call(target, headers, request_id, request, cost_of(request), started_s, deadline_s)
 
@@ -247,7 +248,7 @@ async def tokenizer(http: Request) -> Response:
     began_s, state = time.monotonic(), http.app.state
     request_id, deadline_s = request_id_of(headers), began_s + timeout_of(headers)
     try:
-        body = await read_body(http, state.config.max_body_bytes, deadline_s)
+        body = await read_body(http, state.config.max_body_bytes, state.config.stall_timeout_s, deadline_s)
         request = HttpRequest("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
         asked = partial(ask, state.services, request, deadline_s)
         # The framework sends the answer.
@@ -296,7 +297,7 @@ async def show_members(http: Request) -> Response:
 async def take_member(http: Request) -> Response:
     """An engine registers itself, renews that, or leaves."""
     try:
-        body = await read_body(http, MAX_ANNOUNCEMENT_BYTES)
+        body = await read_body(http, MAX_ANNOUNCEMENT_BYTES, http.app.state.config.stall_timeout_s)
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     host = http.client.host if http.client else ""

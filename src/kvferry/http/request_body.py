@@ -16,15 +16,15 @@ from kvferry.errors import RequestError
 CLOSE = {"connection": "close"}
 
 
-async def read_body(http: Request, max_bytes: int, deadline_s: float = math.inf) -> bytes:
+async def read_body(http: Request, max_bytes: int, stall_s: float, deadline_s: float = math.inf) -> bytes:
     """The body. Raises ClientDisconnect, or HTTPException: 413 as soon as it is known to be longer than `max_bytes`,
-    408 when nothing of it comes for as long as an answer may be silent, 504 at `deadline_s` (monotonic time)."""
+    408 when nothing of it comes for `stall_s` seconds, 504 at `deadline_s` (monotonic time)."""
     announced = http.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(f"{announced} bytes", max_bytes)
     body = bytearray()
     while True:
-        message = await _message(http, deadline_s)
+        message = await _message(http, stall_s, deadline_s)
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         body += message.get("body", b"")
@@ -34,8 +34,8 @@ async def read_body(http: Request, max_bytes: int, deadline_s: float = math.inf)
             return bytes(body)
 
 
-async def _message(http: Request, deadline_s: float) -> Message:
-    stall_s, left_s = http.app.state.config.stall_timeout_s, deadline_s - time.monotonic()
+async def _message(http: Request, stall_s: float, deadline_s: float) -> Message:
+    left_s = deadline_s - time.monotonic()
     try:
         async with asyncio.timeout(min(stall_s, left_s)):
             return await http.receive()
