@@ -146,6 +146,17 @@ def test_a_release_frees_the_blocks_of_a_prefill_at_once(pair, spec):
     assert pair.prefill.healthy()
 
 
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_a_reset_of_what_connectors_have_frees_the_blocks_of_a_prefill_at_once(pair, spec):
+    with freed_at_once(pair):
+        params = prefill(pair.prefill, question_of("reset")).params
+        status, _, body = post(pair.prefill.url, "/reset_prefix_cache?reset_external=true", {})
+        # vLLM looks first whether blocks are in use.
+        assert (status, json.loads(body)) == (200, {"success": False})
+        pair.prefill.forget_prefixes(FREE_S)
+    assert released(pair, params) == (200, {"released": False})
+
+
 def released(pair: Pair, params: dict[str, Any]) -> tuple[int, Any]:
     status, _, body = post(pair.prefill.url, "/kvferry/release", {"kv_transfer_params": params})
     return status, json.loads(body)

@@ -74,7 +74,7 @@ HOOKS = {
     "request_finished_all_groups": OURS,
     "requires_kv_delivery": "what is not delivered is computed again",
     "requires_piecewise_for_cudagraph": OURS,
-    "reset_cache": "nothing is cached",
+    "reset_cache": OURS,
     "reset_capture_state": "capturing graphs changes nothing",  # since 0.30
     "restore_kv_caches": OURS,  # since 0.33
     "role": NOT_TOLD,

@@ -467,6 +467,12 @@ def test_a_prompt_that_is_continued_later_keeps_its_last_token():
     assert (asked.num_prompt_tokens, asked.max_tokens) == (PROMPT, 8)
 
 
+def test_a_reset_is_told_once():
+    made = scheduler()
+    made.reset()
+    assert [made.take_orders(is_idle=True).is_reset for _ in range(2)] == [True, False]
+
+
 def unnamed(params):
     """vLLM takes ids that no other engine could name."""
     asked = request(params)

@@ -360,6 +360,14 @@ def test_each_of_several_answers_to_a_prompt_is_ended_by_its_callers_name(rank):
     assert rank.agent.withdrawn == [child.request_id for child in children]
 
 
+def test_nothing_that_was_computed_before_a_reset_is_read_after_it(rank):
+    rank.worker.obey(Orders(leases=[LEASE], promises=[PromiseOrder("early", "lease", 40)]))
+    rank.worker.obey(Orders(leases=[NAMED], is_reset=True))
+    assert rank.agent.withdrawn == [LEASE.request_id, NAMED.request_id]
+    rank.worker.obey(Orders(leases=[replace(NAMED, request_id="later")]))
+    assert len(rank.agent.withdrawn) == 2
+
+
 @pytest.mark.parametrize("name", ["cmpl-r", "cmpl-r-0-", "cmpl-r-0-1234567", "0_cmpl-r-0", "r", ""])
 def test_other_names_withdraw_no_lease(rank, name):
     rank.worker.obey(Orders(leases=[NAMED, LEASE]))

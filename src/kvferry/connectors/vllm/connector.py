@@ -128,6 +128,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.sent(connector_output.finished_sending or ())
         self._scheduler.unfilled.received(connector_output.finished_recving or ())
 
+    def reset_cache(self) -> bool:
+        """End the leases of all that has been computed. Their blocks are free some steps later."""
+        self._scheduler.reset()
+        return True
+
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, (block_ids,))
 

@@ -119,7 +119,8 @@ class Orders(KVConnectorMetadata):
     computes nothing: the scheduler only asks what has ended.
 
     `begun` names promised prefills of which this step computes the first tokens. `withdrawn` names those whose blocks
-    are another request's from this step on: that has to be done before the step computes anything.
+    are another request's from this step on: that has to be done before the step computes anything. With `is_reset`
+    nothing is to be read any more of what was computed before.
     """
 
     leases: list[LeaseOrder] = field(default_factory=list)
@@ -132,6 +133,7 @@ class Orders(KVConnectorMetadata):
     fetches: list[FetchOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     is_idle: bool = False
+    is_reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,6 +282,10 @@ class Scheduler:
         self.unfilled.scheduled()
         self._promised.step(output, self._orders)
 
+    def reset(self) -> None:
+        """Nobody is to read any more what was computed before, such as with other weights."""
+        self._orders.is_reset = True
+
     def take_stats(self) -> FerryStats:
         """What has been declined since the last call."""
         return self._declined.take_stats()

@@ -93,7 +93,12 @@ class OpenRequests:
     @property
     def leases(self) -> list[tuple[str, str]]:
         """All leases that are expected to end: the agent's names for their requests, and their ids."""
-        return [*((name, order.lease_id) for name, order in self._leased.items()), *self._promised.items()]
+        return [*self.ended_leases, *self._promised.items()]
+
+    @property
+    def ended_leases(self) -> list[tuple[str, str]]:
+        """Those of requests that vLLM computes no more."""
+        return [(name, order.lease_id) for name, order in self._leased.items()]
 
     def leases_of(self, names: Collection[str]) -> list[tuple[str, str]]:
         """The leases of requests that callers gave these names: the agent's names for these, and the leases' ids."""

@@ -162,9 +162,7 @@ class Worker:
         for ours in self._started:
             ours.deferred.look()
             self._obey_early(ours, orders)
-        for lease in orders.leases:
-            self._lease(lease)
-        self._withdrawn_names.clear()
+        self._obey_leases(orders)
         for ours in self._started:
             for hold in orders.holds:
                 ours.agent.hold(hold)
@@ -174,6 +172,13 @@ class Worker:
             if not self._lookups.abort(request_id) and self._open.is_fetching(request_id):
                 ours = self._ours()
                 ours.deferred.give(partial(ours.agent.abort, agent_name(request_id)))
+
+    def _obey_leases(self, orders: Orders) -> None:
+        for lease in orders.leases:
+            self._lease(lease)
+        self._withdrawn_names.clear()
+        for leased in self._open.ended_leases if orders.is_reset else ():
+            self._withdraw(leased)
 
     def layer_ended(self, layer: str) -> None:
         """Note, in the forward pass, that a layer has done all its work, or that the device has been told to do it."""
