@@ -43,7 +43,9 @@ JSON = st.recursive(
         (b'{"prompt": [{"a": "%s"}]}' % (b"b" * 60), r'found: \[{"a": "b{56}…; expected'),
         (b'{"prompt": "a", "kv_transfer_params": null}', "kv_transfer_params"),
         (b'{"prompt": "a", "kv_transfer\\u005fparams": {}}', "kv_transfer_params"),
-        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "nested too deeply"),
+        (b'{"prompt": [' + b'"a",' * 65_536 + b'"a"]}', "too many prompts.*at least 65,537 prompts; expected: at most"),
+        (b'{"prompt": [1,' + b"[]," * 65_536 + b"[1]]}", "too many prompts"),
         (b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     ],
 )

@@ -96,3 +96,17 @@ def stream_error(message: str, code: str | None, reason: str = "") -> dict[str, 
     if reason:
         body["error"]["reason"] = reason
     return body
+
+
+def least_prompts(prompt: bytes) -> int:
+    """How many prompts there are at least in the JSON of a field `prompt`. None is built: a million take seconds."""
+    items = prompt.lstrip()
+    if not items.startswith(b"["):
+        return 1
+    # Where the first is no text, a bracket begins a list of tokens.
+    return least_texts(items) if items[1:].lstrip().startswith(b'"') else max(1, items.count(b"[") - 1)
+
+
+def least_texts(items: bytes) -> int:
+    """How many texts there are at least in a list in JSON: a quote within one has a backslash before it."""
+    return (items.count(b'"') - items.count(b'\\"')) // 2

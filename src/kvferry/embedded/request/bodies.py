@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from kvferry.connectors.sampling import SamplingFields
 from kvferry.errors import RequestError
+from kvferry.http.openai import least_prompts, least_texts
 
 Body = TypeVar("Body")
 
@@ -169,20 +170,11 @@ def fields_of_body(body: bytes) -> dict[str, msgspec.Raw]:
 
 def check_counts(fields: Mapping[str, msgspec.Raw]) -> None:
     """Refuse lists that are far too long to be built at all: a million lists or words take seconds. RequestError."""
-    prompt, words = (bytes(fields.get(name, b"")).lstrip() for name in ("prompt", "bad_words"))
-    if prompt.startswith(b"["):
-        # Where the first is no text, a bracket begins a list of tokens.
-        is_text = prompt[1:].lstrip().startswith(b'"')
-        check_num_prompts(_num_texts(prompt) if is_text else prompt.count(b"[") - 1)
-    num_words = _num_texts(words)
+    check_num_prompts(least_prompts(bytes(fields.get("prompt", b""))))
+    num_words = least_texts(bytes(fields.get("bad_words", b"")))
     if num_words > MAX_BAD_WORDS:
         found, expected = f"at least {num_words} words", f"at most {MAX_BAD_WORDS}"
         raise RequestError("bad_words is invalid", found=found, expected=expected, param="bad_words")
-
-
-def _num_texts(items: bytes) -> int:
-    """No more than there are texts in a list: a quote within one has a backslash before it."""
-    return (items.count(b'"') - items.count(b'\\"')) // 2
 
 
 def check_num_prompts(num_prompts: int) -> None:

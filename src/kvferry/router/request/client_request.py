@@ -15,6 +15,7 @@ import msgspec
 
 from kvferry.errors import RequestError
 from kvferry.http.disaggregation import decode_only_reason
+from kvferry.http.openai import least_prompts
 from kvferry.http.request_fields import Endpoint
 from kvferry.router.policy.records import RequestCost
 from kvferry.router.request.dialects import DIALECTS, Dialect, Rule
@@ -78,6 +79,7 @@ class Call:
 NULL = msgspec.Raw(b"null")
 # How much is shown of a value that cannot be used.
 MAX_SHOWN_BYTES = 64
+MAX_PROMPTS = 1 << 16
 TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 # What a prefill request asks of P, in the keys that vLLM's connectors and their proxies use.
@@ -115,6 +117,8 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
             hint=f"{endpoint} needs {content.field}",
             param=content.field,
         )
+    if endpoint is Endpoint.COMPLETIONS:
+        _check_num_prompts(fields)
     values = {rule.field: _value(fields, rule) for rule in (*dialect.rules, content) if rule.field in fields}
     if values.get("background"):
         raise RequestError(
@@ -206,6 +210,18 @@ def _fields(raw: bytes) -> Fields:
         raise RequestError("the body is not valid JSON", found=str(error), expected=expected, hint=hint) from error
     except RecursionError as error:
         raise RequestError("the body is nested too deeply", expected=expected, hint=hint) from error
+
+
+def _check_num_prompts(fields: Fields) -> None:
+    """Raises RequestError for so many prompts that others would wait for seconds while they are looked at."""
+    if (num_prompts := least_prompts(bytes(fields.get("prompt", b"")))) > MAX_PROMPTS:
+        raise RequestError(
+            "too many prompts in one request",
+            found=f"at least {num_prompts:,} prompts",
+            expected=f"at most {MAX_PROMPTS:,}",
+            hint="send several requests",
+            param="prompt",
+        )
 
 
 def _value(fields: Fields, rule: Rule) -> Any:

@@ -27,7 +27,7 @@ MAX_NEW_TOKENS = 1 << 20
 EMBEDDED = re.compile(rb'"data:[^"]{256,}"|"(?:data|[a-z]{1,16}_embeds)"\s*:\s*(?:\[\s*)?"[^"]{256,}"')
 TOKENS_OF_EMBEDDED = 1024
 # A header that Claude Code changes with each request, and that engines leave out of the prompt.
-BILLING = re.compile(rb'"x-anthropic-billing-header(?:[^"\\]|\\.)*"')
+BILLING = re.compile(rb'"x-anthropic-billing-header[^"\\]*(?:\\.[^"\\]*)*"')
 TOKEN_IDS = re.compile(rb"\s*\[\s*(?:\[\s*)?-?\d")
 
 
