@@ -67,6 +67,10 @@ class TestDescription:
             ({"k_buffer": [], "v_buffer": []}, "keeps no layer; found: MHATokenToKVPool"),
             ({"kv_cache_layout": "hnd"}, "not arranged token by token; found: hnd"),
             ({"k_buffer": [torch.empty(24, HEAD_DIM, NUM_HEADS).mT] * 2}, "not contiguous; found: model.layers.0.k"),
+            (
+                {"k_scale_buffer": [torch.empty(24)]},
+                "numbers beside its keys and values; found: torch.float32, k_scale_buffer",
+            ),
             ({"head_num": 1}, "not divided evenly among the ranks; found: 1 heads"),
         ],
     )
@@ -121,7 +125,8 @@ class TestFirstToken:
     )
     def test_log_probabilities_that_are_wanted_and_that_have_come_are_counted_alike(self, first, wanted, found):
         asked = SimpleNamespace(return_logprob=wanted[0], logprob=SimpleNamespace(top_logprobs_num=wanted[1]))
-        assert (handoff.num_logprobs_wanted(asked), handoff.num_logprobs_of(first)) == found
+        rows = SimpleNamespace(output_top_logprobs_val=torch.empty(1, 128))
+        assert (handoff.num_logprobs_wanted(asked, rows), handoff.num_logprobs_of(first)) == found
 
     def test_log_probabilities_are_read_only_where_they_are_wanted(self, rows):
         assert handoff.read(rows, 0, 0) == FirstToken(9)

@@ -97,6 +97,23 @@ def test_a_claim_that_the_record_does_not_support_is_refused(source, claim, reas
     assert source.num_live() == 1
 
 
+@pytest.mark.parametrize("is_early", [True, False])
+def test_an_abort_of_a_claim_for_another_start_of_the_engine_ends_nothing(source, is_early):
+    """In rooms the leases of both have the same id."""
+    stale = said(m.Claim(READER, "c1", m.Reference("p0", "epoch-0", "r1", "l1"), 6, (0,)))
+    abort, aborted = said(m.Abort(READER, "c1", "l1")), Reply("x", m.Aborted("c1", US.epoch))
+    if not is_early:
+        source.handle(LEASE, 0)
+    assert refusal(source.handle(stale, 1), m.Reason.WRONG_EPOCH)
+    for _ in range(2):
+        assert source.handle(abort, 1) == [aborted]
+    if is_early:
+        source.handle(LEASE, 2)
+    again = msgspec.structs.replace(CLAIM, claim_id="c2")
+    play(source, [(2, said(again), [Reply("x", m.Grant("c2", GRANT.message.block_tables))])])
+    assert source.num_live() == 1
+
+
 def test_a_claim_for_another_prompt_is_refused_and_claims_nothing():
     source, own = session(), Prompt.of(range(7))
     source.handle(replace(LEASE, prompt=own), 0)

@@ -329,11 +329,17 @@ class TestFailedRequests:
         writing.is_over = True
         assert made.is_abort_release_safe(7, 1) is is_elsewhere
 
-    def test_pages_that_are_free_are_nobodys(self, made):
-        made.register(7, SimpleNamespace(is_over=True))
-        for _ in range(2):
-            made.clear_deferred_abort_state(7)
-            assert (made.is_abort_release_safe(7, 1), made._receivers) == (True, {})
+    def test_a_request_that_waits_in_a_room_while_pages_of_the_one_before_are_freed_is_asked_after_later(self, made):
+        first, second = (SimpleNamespace(is_over=True) for _ in range(2))
+        made.register(7, first)
+        made.register(7, second)
+        assert made.is_abort_release_safe(7, 1)
+        made.clear_deferred_abort_state(7)
+        made.forget(7, first)
+        second.is_over = False
+        assert not made.is_abort_release_safe(7, 1)
+        made.forget(7, second)
+        assert (made.is_abort_release_safe(7, 1), made._receivers) == (True, {})
 
     def test_pages_of_a_room_that_is_used_again_are_not_taken_for_those_of_the_request_before(self, made):
         """SGLang frees the pages of the first one later than that is over, and then asks after the second."""

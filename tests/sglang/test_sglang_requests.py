@@ -58,6 +58,18 @@ class ScriptedRank:
         self.numbers.append(number)
         return self.lookups[-1]
 
+    def tell(self, lookup, told):
+        if lookup.engine is None:
+            lookup.waiting.append(told)
+        else:
+            told(lookup.engine)
+
+    def answers(self, engine):
+        """The agent hears who listens at the last place that was asked for."""
+        self.lookups[-1].engine = engine
+        for told in self.lookups[-1].waiting:
+            told(engine)
+
     def forget(self, place):
         self.lookups.append(self._sglang.lookup())
 
@@ -424,7 +436,9 @@ class TestReceiver:
         receiver = new_receiver()
         receiver.init(0)
         assert receiver.poll() == sglang.poll.Bootstrapping
-        rank.lookups[0].engine = ENGINE
+        rank.answers(ENGINE)
+        # SGLang may not ask how far it is for a while, when pages are scarce.
+        assert rank.said == [("hold", ENGINE)]
         assert [receiver.poll(), receiver.poll()] == [sglang.poll.WaitingForInput] * 2
         assert rank.said == [("hold", ENGINE)]
         receiver.send_metadata([5, 6, 7], 1, None, 0)
@@ -497,10 +511,17 @@ class TestReceiver:
         receiver = new_receiver()
         rank.lookups[0].engine = ENGINE
         receiver.init(0)
-        receiver.poll()
         getattr(receiver, end)()
         getattr(receiver, end)()
         assert rank.said == [("hold", ENGINE), ("decline", ENGINE)]
+
+    @pytest.mark.parametrize("end", ["abort", "clear"])
+    def test_a_lease_that_nobody_needs_any_more_is_not_held_when_it_is_known_where_it_is(self, new_receiver, rank, end):
+        receiver = new_receiver()
+        receiver.init(0)
+        getattr(receiver, end)()
+        rank.answers(ENGINE)
+        assert rank.said == []
 
     def test_a_lease_that_was_held_and_then_fetched_is_not_declined(self, new_receiver, rank):
         receiver = new_receiver()
@@ -517,9 +538,26 @@ class TestReceiver:
         receiver = new_receiver()
         receiver.init(0)
         receiver.abort()
-        rank.lookups[0].engine = ENGINE
+        rank.answers(ENGINE)
         receiver.send_metadata([5, 6, 7], 1, None, 0)
         assert (receiver.poll(), rank.said) == (sglang.poll.Failed, [])
+
+    @pytest.mark.parametrize("wanted", [16, 17])
+    def test_more_log_probabilities_than_a_row_has_places_for_are_refused(
+        self, sglang, new_receiver, new_sender, wanted
+    ):
+        """SGLang's prefill would end when it fills the row."""
+        asked = request(return_logprob=True, logprob=SimpleNamespace(top_logprobs_num=wanted))
+        for made in (new_sender(asked), new_receiver(asked)):
+            assert (made.poll() == sglang.poll.Failed) is (wanted > 16)
+            if wanted > 16:
+                with pytest.raises(RequestError, match="found: top_logprobs_num 17; expected: at most 16"):
+                    made.failure_exception()
+
+    def test_embeddings_at_places_of_a_prompt_have_no_name(self, sglang, new_sender):
+        made = new_sender(request(positional_embed_overrides=object()))
+        with pytest.raises(TransferError, match="embeddings"):
+            made.failure_exception()
 
     @pytest.mark.parametrize("asked", ["hold", "fetch"])
     def test_what_the_agent_refuses_is_a_failure_of_its_request(self, sglang, new_receiver, rank, asked):

@@ -5,11 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry import FirstToken
+from kvferry.errors import RequestError
 
 
-def num_logprobs_wanted(request: Any) -> int:
-    """How many log-probabilities the first token has to come with: its own, and those of the likeliest tokens."""
-    return 1 + int(request.logprob.top_logprobs_num) if request.return_logprob else 0
+def num_logprobs_wanted(request: Any, buffers: Any) -> int:
+    """How many log-probabilities the first token has to come with: its own, and those of the likeliest tokens. Raises
+    RequestError for more of these than a row has places: SGLang's prefill would end when it fills the row."""
+    if not request.return_logprob:
+        return 0
+    wanted, most = int(request.logprob.top_logprobs_num), int(buffers.output_top_logprobs_val.shape[1])
+    if wanted > most:
+        raise RequestError(
+            "so many log-probabilities of a token do not go from prefill to decode",
+            found=f"top_logprobs_num {wanted}",
+            expected=f"at most {most}",
+        )
+    return 1 + wanted
 
 
 def num_logprobs_of(first: FirstToken) -> int:

@@ -128,8 +128,8 @@ class FerryManager(BaseKVManager):
         return on_all_ranks(is_safe, self._ranks_to_agree) if self.is_agreed else is_safe
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        """SGLang has freed the pages of a failed request. Another one may be in its room by now."""
-        self._keep(bootstrap_room, lambda receiver: not receiver.is_over)
+        """SGLang has freed the pages of a failed request, and ends its receiver next, which is forgotten then. Another
+        one may be in its room by now, and may not have begun."""
 
     def register(self, room: int, receiver: Writing) -> None:
         """A request that fetches. Raises RequestError for a room that cannot be, and while an earlier request of it may
@@ -141,10 +141,7 @@ class FerryManager(BaseKVManager):
 
     def forget(self, room: int, receiver: Writing) -> None:
         """SGLang asks after this request no more."""
-        self._keep(room, lambda other: other is not receiver)
-
-    def _keep(self, room: int, is_kept: Callable[[Writing], bool]) -> None:
-        if kept := [receiver for receiver in self._receivers.pop(room, ()) if is_kept(receiver)]:
+        if kept := [other for other in self._receivers.pop(room, ()) if other is not receiver]:
             self._receivers[room] = kept
 
     def steps_so_far(self) -> Callable[[], bool]:

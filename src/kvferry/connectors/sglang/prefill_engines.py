@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from kvferry import Located, LocateFailed, Reason, RemoteEngine
@@ -24,12 +24,16 @@ MAX_NAMES = 64
 NAME_THREADS = 8
 
 
+Told = Callable[[RemoteEngine], None]
+
+
 @dataclass(slots=True)
 class Lookup:
-    """Who listens at a place. Neither is there while nobody has answered."""
+    """Who listens at a place. Neither is there while nobody has answered; `waiting` are told who does."""
 
     engine: RemoteEngine | None = None
     error: FerryError | None = None
+    waiting: list[Told] = field(default_factory=list)
 
 
 class PrefillEngines:
@@ -73,6 +77,14 @@ class PrefillEngines:
             self._resolve(place)
         return known
 
+    def tell(self, lookup: Lookup, told: Told) -> None:
+        """Call `told` when it is known who listens: at once, or on the agent's thread. Never if nobody does."""
+        with self._lock:
+            if lookup.engine is None:
+                lookup.waiting.append(told)
+                return
+        told(lookup.engine)
+
     def forget(self, place: str) -> None:
         """Another start of the server may listen there by now."""
         with self._lock:
@@ -82,6 +94,7 @@ class PrefillEngines:
 
     def heard(self, notice: Located | LocateFailed) -> None:
         """The agent knows whose address it is, or has given up."""
+        told: list[Told] = []
         with self._lock:
             waiting = self._asked.pop((notice.address, notice.number), ())
             for place, lookup in waiting:
@@ -89,10 +102,15 @@ class PrefillEngines:
                     lookup.error = notice.error
                     continue
                 lookup.engine = notice.engine
+                told += lookup.waiting
+                lookup.waiting.clear()
                 # Unless it was forgotten meanwhile.
                 if (place, notice.number) in self._lookups:
                     self._sizes[place] = notice.data_parallel_size
                     self._remember((place, notice.number % notice.data_parallel_size), lookup)
+        if isinstance(notice, Located):
+            for tell in told:
+                tell(notice.engine)
 
     def _remember(self, key: tuple[str, int], lookup: Lookup) -> Lookup:
         if key not in self._lookups and len(self._lookups) >= MAX_PLACES:

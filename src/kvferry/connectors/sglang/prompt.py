@@ -15,7 +15,8 @@ def prompt_of(request: Any) -> Prompt:
     a prompt without tokens: SGLang would take it on, and end when it finds that nothing of it was computed.
     """
     what = ""
-    if request.multimodal_inputs is not None or request.input_embeds is not None:
+    embeds = request.input_embeds, getattr(request, "positional_embed_overrides", None)
+    if request.multimodal_inputs is not None or any(given is not None for given in embeds):
         what = "the cache of images and embeddings has no name that another SGLang would know"
     elif request.return_sampling_mask:
         what = "the sampling mask of the first token does not travel"

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
 
-from kvferry import Prompt, Reason, TokenRange
+from kvferry import Prompt, Reason, RemoteEngine, TokenRange
 from kvferry.connectors.jobs import BlockTables
 from kvferry.connectors.sglang import handoff
 from kvferry.connectors.sglang.construction import error_of, request_being_made
@@ -63,7 +63,7 @@ class FerryReceiver(BaseKVReceiver):
         self._num_logprobs = 0
         try:
             request = request_being_made()
-            self._prompt, self._num_logprobs = prompt_of(request), handoff.num_logprobs_wanted(request)
+            self._prompt, self._num_logprobs = prompt_of(request), handoff.num_logprobs_wanted(request, mgr.metadata)
             # Whoever sends a prompt to an engine that its room does not lead to says so to both sides.
             if request.disagg_prefill_dp_rank is not None:
                 self._number = request.disagg_prefill_dp_rank
@@ -78,7 +78,10 @@ class FerryReceiver(BaseKVReceiver):
 
     def init(self, prefill_dp_rank: int) -> None:
         """Find out who the prefill engine is, and have it keep the cache until there are pages."""
-        self._lookup = self.kv_mgr.rank.engines.find(self._place, self._number)
+        engines = self.kv_mgr.rank.engines
+        self._lookup = engines.find(self._place, self._number)
+        # SGLang asks nobody how far it is while requests that it has taken back wait for pages.
+        engines.tell(self._lookup, self._hold)
 
     def send_metadata(
         self,
@@ -140,6 +143,7 @@ class FerryReceiver(BaseKVReceiver):
 
     def clear(self) -> None:
         """SGLang forgets the request."""
+        self._error = self._error or TransferError(Reason.ABORTED, "SGLang has forgotten the request")
         self.kv_mgr.end_wait(self)
         self._decline()
         self.kv_mgr.forget(self._room, self)
@@ -166,19 +170,26 @@ class FerryReceiver(BaseKVReceiver):
         return KVPoll.Success if fetching is not None and fetching.report is not None else None
 
     def _fetch(self) -> None:
-        """Begin, once it is known from whom and into what. Until there are pages, the lease is kept alive."""
+        """Begin, once it is known from whom and into what."""
         engine, rank = self._lookup.engine, self.kv_mgr.rank
         if engine is None or self._error is not None:
             return
         try:
-            if self._destination is None and not self._is_held:
-                rank.hold(self._room, engine)
-                self._is_held = True
-            elif self._destination is not None and self._destination.is_free():
+            if self._destination is not None and self._destination.is_free():
                 tables, tokens = self._destination.tables, self._destination.tokens
                 self._fetching = rank.fetch(self._room, engine, tables, tokens, self._prompt)
         except FerryError as error:
             self._error = error
+
+    def _hold(self, engine: RemoteEngine) -> None:
+        """Until there are pages, the lease is kept alive. This may be the agent's thread: whoever ends the request says
+        so first, and looks then whether it is held."""
+        self._is_held = True
+        if self._error is None and self._destination is None:
+            try:
+                self.kv_mgr.rank.hold(self._room, engine)
+            except FerryError as error:
+                self._error = error
 
     def _meet_again(self, fetching: Fetching) -> bool:
         """Whether it is worth a second try, with whoever is at that address now."""

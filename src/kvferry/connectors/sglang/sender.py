@@ -68,7 +68,7 @@ class FerrySender(BaseKVSender):
                 _check_number(mgr.ranks, bootstrap_room)
             # The request has us: neither would be gone, nor our turn to wait be over, before Python looks for cycles.
             request = request_being_made()
-            prompt, self._num_logprobs = prompt_of(request), handoff.num_logprobs_wanted(request)
+            prompt, self._num_logprobs = prompt_of(request), handoff.num_logprobs_wanted(request, mgr.metadata)
             self._num_tokens = prompt.num_tokens
             self._lease = mgr.rank.promise(bootstrap_room, prompt)
         except Exception as error:  # noqa: BLE001 - one that leaves a constructor ends SGLang's scheduler

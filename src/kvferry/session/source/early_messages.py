@@ -111,8 +111,8 @@ class _ClaimCounts:
 
 
 class AbortedClaims:
-    """Claims that their targets have aborted. Each is remembered until it cannot arrive any more: it must not be
-    granted, as the target was told that no ticket of it is open, and uses its blocks again."""
+    """Claims that their targets have aborted, or are going to. Each is remembered until it cannot arrive any more: it
+    must not be granted, as the target was told that no ticket of it is open, and uses its blocks again."""
 
     def __init__(self) -> None:
         self._until: dict[tuple[Party, str], float] = {}

@@ -46,6 +46,8 @@ class SourceSession:
         self._early = EarlyMessages()
         self._handshake = SourceHandshake(identity, timing.handshake_s)
         self._aborted = AbortedClaims()
+        # Of caches that another start of this engine has computed.
+        self._foreign = AbortedClaims()
         self._targets = Targets(identity.layouts, identity.party.rank, timing)
         self._writes = Writes(self._targets, identity.party.epoch, timing.transfer_s)
         self._leases = LeaseTable(self._writes, timing)
@@ -84,8 +86,8 @@ class SourceSession:
         """When `handle(Tick())` is due next, 0 for at once; infinity when nothing is waited for."""
         if self._writes.has_shares or self._completed_reads.has_started:
             return 0.0
-        waiting = self._early.next_deadline(), self._aborted.next_deadline(), self._targets.next_deadline()
-        return min(self._leases.next_deadline(), *waiting)
+        parts = self._leases, self._early, self._aborted, self._foreign, self._targets
+        return min(part.next_deadline() for part in parts)
 
     def num_live(self) -> int:
         """Leases whose blocks the engine still keeps."""
@@ -155,6 +157,7 @@ class SourceSession:
                 unknown = unknown_lease(early.message.reference.lease_id)
                 commands += refuse(early.peer, unknown, early.message.claim_id)
         self._aborted.expire(now)
+        self._foreign.expire(now)
         return commands + self._targets.expire(self._leases.writing, now)
 
     # --- what targets send ---
@@ -191,6 +194,7 @@ class SourceSession:
         self._targets.heard(claim.party, now)
         self._handshake.end_test(claim.party)
         if (reference.engine_id, reference.epoch) != (ours.engine_id, ours.epoch):
+            self._foreign.add(claim.party, claim.claim_id, now + self._timing.tombstone_s)
             what = "the engine has been restarted since it computed this cache"
             raise TransferError(Reason.WRONG_EPOCH, what, found=reference.epoch, expected=ours.epoch)
         if (claim.party, claim.claim_id) in self._aborted:
@@ -306,13 +310,15 @@ class SourceSession:
         It is acknowledged when nothing is written for it any more and nothing ever will be.
         """
         lease = self._leases.get(abort.lease_id)
+        aborted = Reply(peer, m.Aborted(abort.claim_id, self._identity.party.epoch, is_clean=True))
+        if (abort.party, abort.claim_id) in self._foreign:
+            # The lease was another start's. In a room ours has the same id.
+            return [aborted]
         if not self._aborted.add(abort.party, abort.claim_id, now + self._timing.tombstone_s):
             return []
         if lease is None:
             is_kept = self._early.add(abort.lease_id, EarlyMessage(peer, abort, now + self._timing.early_claim_s))
-            return (
-                [Reply(peer, m.Aborted(abort.claim_id, self._identity.party.epoch, is_clean=True))] if is_kept else []
-            )
+            return [aborted] if is_kept else []
         lease.waiting.pop(abort.party, None)
         commands = list(self._writes.abort(peer, ClaimKey(abort.lease_id, abort.party, abort.claim_id), lease))
         if lease.live and (not lease.claims or lease.has_granted(abort.party, abort.claim_id)):

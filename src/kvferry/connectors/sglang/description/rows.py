@@ -53,6 +53,9 @@ def _keys_and_values(rows: Rows, facts: RankFacts) -> Iterator[Part]:
     pool = rows.pool
     if pool.kv_cache_layout != "nhd":
         raise unsupported("rows of a page are not arranged token by token", pool.kv_cache_layout)
+    for name in ("k_scale_buffer", "native_k_scale_buffer", "dq_k_buffer"):
+        if getattr(pool, name, None) is not None:
+            raise unsupported("a quantized cache has numbers beside its keys and values", f"{pool.dtype}, {name}")
     span = shares(rows.num_heads, facts.tensor_parallel, "axis head")[facts.tensor_rank]
     if pool.head_num != span.stop - span.start:
         found = f"{pool.head_num} heads on each of {facts.tensor_parallel} ranks, {rows.num_heads} in the model"
