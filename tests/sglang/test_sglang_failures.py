@@ -52,6 +52,18 @@ def test_a_prefill_that_is_killed_fails_its_requests_and_its_next_start_serves(p
 
 
 @one_pair
+def test_the_first_request_after_a_prefill_was_started_again_is_served(pair, spec):
+    """Nothing was under way when it ended: that request is what tells the decode server."""
+    (prompt,) = prompts_of((40,), seed=17)
+    assert ask(pair, prompt)[1].tokens == alone(spec.model, prompt)
+    for _ in range(2):
+        pair.prefill.kill()
+        pair.prefill.start()
+        pair.prefill.wait_until_ready()
+        assert ask(pair, prompt)[1].tokens == alone(spec.model, prompt)
+
+
+@one_pair
 def test_a_decode_that_is_killed_costs_the_prefill_nothing(pair, spec):
     (prompt,) = prompts_of((40,), seed=15)
     pair.decode.kill()
@@ -59,6 +71,16 @@ def test_a_decode_that_is_killed_costs_the_prefill_nothing(pair, spec):
     assert "expired" in answer.error
     pair.decode.start()
     pair.decode.wait_until_ready()
+    assert ask(pair, prompt)[1].tokens == alone(spec.model, prompt)
+
+
+@one_pair
+def test_more_log_probabilities_than_travel_end_no_server(pair, spec):
+    (prompt,), port = prompts_of((40,), seed=18), pair.prefill.bootstrap_port
+    for server in pair.servers:
+        wanted = {"return_logprob": True, "top_logprobs_num": 200}
+        answer = post(server, prompt, random.getrandbits(62), port, **wanted)
+        assert "so many log-probabilities" in answer.error
     assert ask(pair, prompt)[1].tokens == alone(spec.model, prompt)
 
 
