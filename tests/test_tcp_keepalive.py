@@ -65,3 +65,11 @@ def test_the_control_channel():
         for name, value in OPTIONS.items():
             dealer.setsockopt(name, value)
         dealer.close(linger=0)
+
+
+def test_the_system_gives_no_client_up_before_its_server_does():
+    with listen("127.0.0.1", 0, 120.0) as server, socket.create_connection(server.getsockname()):
+        accepted, _ = server.accept()
+        with accepted:
+            limit = {(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): 120_000 + USER_TIMEOUT_MS}
+            assert options_of(accepted) == WANTED | limit

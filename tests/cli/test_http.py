@@ -58,6 +58,56 @@ async def test_a_connection_on_which_no_whole_head_comes_is_closed(sent, is_firs
         await asyncio.wait_for(running, DEADLINE_S)
 
 
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [HEAD, HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n", HEAD + b"content-length: 0\r\n\r\n" + HEAD],
+    ids=["head", "trailer", "second head"],
+)
+@pytest.mark.parametrize("is_one", [True, False], ids=["one header", "many headers"])
+async def test_a_connection_on_which_a_head_or_a_trailer_does_not_end_is_closed(begun, is_one):
+    end = asyncio.Event()
+    with listening.listen("127.0.0.1", 0) as bound:
+        running = asyncio.create_task(http.run(Starlette(), bound, [end.wait()], 1, http.Drain(0.0, list)))
+        _, writer = await asyncio.open_connection(*bound.getsockname())
+        writer.write(begun + b"a: ")
+        part = (b"b" if is_one else b"b\r\na: ") * 4096
+        with contextlib.suppress(ConnectionError):
+            for _ in range(4096):
+                writer.write(part)
+                await asyncio.wait_for(writer.drain(), DEADLINE_S)
+        assert writer.is_closing()
+        end.set()
+        await asyncio.wait_for(running, DEADLINE_S)
+
+
+@pytest.mark.parametrize("size", [1, http.MAX_HEAD_BYTES - 100, 3 * http.MAX_HEAD_BYTES])
+async def test_a_body_may_be_longer_than_a_head(size):
+    """Also where it comes together with the head, and with the next."""
+    end = asyncio.Event()
+    with listening.listen("127.0.0.1", 0) as bound:
+        running = asyncio.create_task(http.run(Starlette(), bound, [end.wait()], 1, http.Drain(0.0, list)))
+        reader, writer = await asyncio.open_connection(*bound.getsockname())
+        for _ in range(3):
+            writer.write(HEAD + b"content-length: %d\r\n\r\n" % size + b"b" * size)
+        writer.write(HEAD + b"connection: close\r\ncontent-length: 0\r\n\r\n")
+        answers = await asyncio.wait_for(reader.read(), DEADLINE_S)
+        assert answers.count(b"HTTP/1.1 404") == 4
+        writer.close()
+        end.set()
+        await asyncio.wait_for(running, DEADLINE_S)
+
+
+async def test_a_standard_input_that_cannot_be_waited_for_has_ended():
+    async def refused() -> None:
+        raise PermissionError
+
+    with listening.listen("127.0.0.1", 0) as bound:
+        await asyncio.wait_for(http.run(Starlette(), bound, [refused()], 1, http.Drain(0.0, list)), DEADLINE_S)
+
+
 class Transport(asyncio.Transport):
     """A connection to nobody."""
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from kvferry.cli import main
 from kvferry.cli.options import TransferOptions
 from kvferry.cli.ray.placement import check_placement
+from kvferry.cli.ray.router import Router
 from kvferry.cli.ray.scaling import METRIC, LoadPolicy
 from kvferry.cli.ray.settings import TARGETS, RaySettings, settings_from
 from kvferry.cli.up import job
@@ -53,6 +56,49 @@ def test_the_file_for_serve_has_settings_that_are_known():
     settings = settings_from(application["args"])
     assert {side: role.target_load for side, role in settings.roles.items()} == TARGETS
     assert set(application["args"]) == set(RaySettings.__struct_fields__) - {"start_timeout_s", "router_resources"}
+
+
+@pytest.mark.parametrize("root", ["", "/kv", "/kv/"])
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/completions"), ("GET", "/v1/models"), ("POST", "/tokenize")]
+)
+def test_a_router_below_another_path_asks_for_a_key(monkeypatch, tmp_path, root, method, path):
+    """Serve passes on the whole path."""
+    monkeypatch.setenv("KVFERRY_API_KEY", "secret")
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(32))
+    words = ("--decode", "http://127.0.0.1:9", "--allowed-origins", "https://chat.example")
+    app = Router(words, str(token)).__serve_build_asgi_app__()
+    with TestClient(app, root_path=root) as client:
+        asked = {"method": method, "url": root.rstrip("/") + path, "json": {"model": "tiny", "prompt": "a"}}
+        origin = {"origin": "https://chat.example"}
+        refused = client.request(**asked, headers=origin)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert refused.headers["access-control-allow-origin"] == origin["origin"]
+        let_in = client.request(**asked, headers={"authorization": "Bearer secret"})
+        assert let_in.status_code == 503
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"extra_args": ["--api-key", "sk-secret", "--nope"]},
+        {"extra_args": ["--", "--api-key", "sk-secret"]},
+        {"router_args": ["--engine-api-key", "sk-secret", "--max-requests", "many"]},
+        {"router_args": ["--", "--engine-api-key=sk-secret"]},
+    ],
+)
+def test_no_key_stands_in_an_error(settings):
+    with pytest.raises(ConfigurationError) as caught:
+        settings_from(settings)
+    assert "-key" in str(caught.value)
+    assert "sk-secret" not in str(caught.value)
+
+
+def test_origins_that_no_page_could_use_are_refused():
+    with pytest.raises(ConfigurationError, match="--allowed-origins"):
+        settings_from({"router_args": ["--allow-credentials"]})
 
 
 def test_serve_run_gives_texts_for_numbers():

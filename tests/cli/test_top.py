@@ -188,6 +188,13 @@ def test_a_router_that_is_not_there_is_said_to_be_so():
         command.top(TopOptions("http://127.0.0.1:1", 1.0, once=True, as_json=True))
 
 
+@pytest.mark.parametrize("said", [b"[]", b"{}", b'{"members": 1}'])
+def test_who_answers_something_else_is_no_router(monkeypatch, said):
+    monkeypatch.setattr(command, "get", lambda _url, _timeout_s: said)
+    with pytest.raises(ConfigurationError, match=r"no router answers at .*; found: a list of members"):
+        command.top(TopOptions("http://127.0.0.1:1", 1.0, once=True, as_json=True))
+
+
 @pytest.mark.parametrize("once", [True, False])
 async def test_an_engine_is_no_router(once):
     async with cluster([], [decode_engine()]) as c:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
@@ -409,6 +411,23 @@ def test_a_members_file_is_followed_and_nonsense_is_not(tmp_path):
         assert set(pool.instances) == {D0, P1, D1}
 
 
+def test_a_members_file_that_could_not_be_read_once_is_read_again(tmp_path, monkeypatch):
+    pool, _ = pool_of()
+    path = tmp_path / "fleet.json"
+    path.write_text(json.dumps({"decode": [D0.url]}))
+    file = MembersFile(str(path), pool, 1.0)
+
+    def refused(_self):
+        raise OSError(errno.EMFILE, "too many")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refused)
+        with pytest.raises(ConfigurationError, match="members file"):
+            file.look()
+    file.look()
+    assert pool.instances == (D0,)
+
+
 def test_an_instance_of_a_members_file_stays_when_it_had_registered_as_well_and_leaves(tmp_path):
     path = tmp_path / "members.json"
     path.write_text(json.dumps({"decode": [D0.url]}))
@@ -503,6 +522,16 @@ async def test_registrations_are_for_those_who_opened_them_and_without_a_token_f
         c.session.post(c.url + MEMBERS_PATH, json=body) as response,
     ):
         assert response.status == status
+
+
+async def test_no_web_page_registers_an_engine():
+    body = json.dumps({"url": "http://127.0.0.1:1", "role": "decode"})
+    headers = {"content-type": "text/plain", "origin": "https://pages.example"}
+    async with cluster([], [decode_engine()], registration=Registration(True)) as c:
+        async with c.session.post(c.url + MEMBERS_PATH, data=body, headers=headers) as response:
+            assert response.status == 403
+        async with c.session.post(c.url + MEMBERS_PATH, data=body) as response:
+            assert response.status == 200
 
 
 async def test_an_engine_without_a_router_goes_on():

@@ -111,6 +111,14 @@ async def test_another_instance_is_asked_when_one_cannot_be_reached(behave: Beha
             assert [i.url for i in c.app.state.pool.healthy(Role.DECODE)] == [d1.url]
 
 
+@pytest.mark.parametrize("path", [TOKENIZE, "/v1/messages/count_tokens"])
+async def test_a_request_that_breaks_engines_off_is_sent_to_no_more_than_two(path):
+    engines = [decode_engine(f"d{i}", resetting) for i in range(5)]
+    async with cluster([], engines) as c:
+        assert (await ask(c, path)).status == 502
+        assert sum(len(each.seen) for each in engines) == 2
+
+
 async def test_no_instance_that_answers_is_a_502_and_no_healthy_one_a_503():
     p, d = prefill_engine(), decode_engine()
     async with cluster([p], [d]) as c:

@@ -178,9 +178,25 @@ def context_of(words: Sequence[str], command: Callable[..., None]) -> typer.Cont
         context = cast(typer.Context, typer.main.get_command(app).make_context(command.__name__, list(words)))
     except USAGE_ERROR as error:
         what = f"kvferry {command.__name__} does not take these options"
-        raise ConfigurationError(what, found=shlex.join(words), hint=str(error)) from error
+        raise ConfigurationError(what, found=without_keys(words), hint=str(error)) from error
     _check_numbers(context.params)
     return context
+
+
+def without_keys(words: Sequence[str]) -> str:
+    """A command line as it was given, but for the keys in it: errors are shown to others, such as in a dashboard."""
+    shown: list[str] = []
+    for before, word in pairwise(("", *words)):
+        name, joined, _ = word.partition("=")
+        if _names_a_key(before) and "=" not in before:
+            shown.append("HIDDEN")
+        else:
+            shown.append(f"{name}=HIDDEN" if joined and _names_a_key(name) else word)
+    return shlex.join(shown)
+
+
+def _names_a_key(word: str) -> bool:
+    return word.startswith("-") and "key" in word.partition("=")[0]
 
 
 def record_of(record: type[Record], context: typer.Context) -> Record:

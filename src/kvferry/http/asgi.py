@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 Result = TypeVar("Result")
 
@@ -46,3 +46,15 @@ async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -
     if working.cancelled():
         raise ClientDisconnect
     return working.result()
+
+
+def without_root(app: ASGIApp) -> ASGIApp:
+    """The application where it is mounted below another path: it sees its own paths alone, as its guards have to."""
+
+    async def stripped(scope: Scope, receive: Receive, send: Send) -> None:
+        root = scope.get("root_path", "").rstrip("/")
+        if scope["type"] != "lifespan" and root and scope["path"].startswith(f"{root}/"):
+            scope = {**scope, "root_path": "", "path": scope["path"].removeprefix(root)}
+        await app(scope, receive, send)
+
+    return stripped

@@ -52,9 +52,10 @@ class RayFleet:
             # Its port may be one that nobody else would look for; what others have put there meanwhile stays.
             if self._has_started_serve and not serve.status().applications:
                 serve.shutdown()
-        except (RayError, RayServeException) as error:
+        except (RayError, RayServeException, TimeoutError) as error:
             console.say(f"the Ray cluster does not say whether the fleet has ended: {error}")
-        ray.shutdown()
+        finally:
+            ray.shutdown()
 
     @property
     def names(self) -> str:

@@ -9,7 +9,8 @@ from kvferry.cli.options import context_of, record_of
 from kvferry.cli.route.command import RouteOptions, route
 from kvferry.cli.route.server import config_of
 from kvferry.errors import FerryError
-from kvferry.http.access import Access, guarded
+from kvferry.http.access import guarded
+from kvferry.http.asgi import without_root
 from kvferry.http.registration import Side
 from kvferry.router.fleet.instance import Origin
 from kvferry.router.http.app import create_app
@@ -29,11 +30,13 @@ class Router:
         """`engines` are the deployments that start with this one. Raises ConfigurationError."""
         environment.share_api_key()
         words = ("--accept-registrations", "--token-file", token_file, *words)
-        self._app = create_app(config_of(record_of(RouteOptions, context_of(words, route))))
+        options = record_of(RouteOptions, context_of(words, route))
+        self._app, self._access = create_app(config_of(options)), options.http_access.checked()
         self._pool = self._app.state.pool
 
     def __serve_build_asgi_app__(self) -> Any:
-        return guarded(self._app, Access(environment.api_keys()), self._app.turn_away)
+        # Serve passes on the whole path, that of the application's route_prefix included.
+        return without_root(guarded(self._app, self._access, self._app.turn_away))
 
     async def announce(self, url: str, side: str, leaving: bool) -> dict[str, int]:
         """An engine is there, or leaves; what it has to do now."""

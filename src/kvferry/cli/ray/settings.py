@@ -11,7 +11,7 @@ import msgspec
 from typer import Context
 
 from kvferry.cli.engine_choice import OTHER_ENGINES, check_passed
-from kvferry.cli.options import context_of, is_given, option_of, passed_options, record_of
+from kvferry.cli.options import context_of, is_given, option_of, passed_options, record_of, without_keys
 from kvferry.cli.route.command import RouteOptions, route
 from kvferry.cli.route.server import config_of
 from kvferry.cli.serve.command import ServeOptions, agent_of, check_options, serve
@@ -117,6 +117,7 @@ def settings_from(arguments: Mapping[str, Any]) -> RaySettings:
     routing = record_of(RouteOptions, _checked("router_args", settings.router_args, route, NOT_OF_ROUTE))
     # With an engine that it is told, a router needs no token for others.
     config_of(replace(routing, decode=routing.decode or ["http://127.0.0.1:1"]))
+    routing.http_access.checked()
     return settings
 
 
@@ -176,7 +177,7 @@ def _checked(field: str, words: tuple[str, ...], command: Any, refused: tuple[st
     given = next((name for name in refused if is_given(context, name)), "")
     # With nothing behind it, `--` leaves no other trace.
     if given or context.args or "--" in words:
-        found = option_of(given) if given else " ".join(context.args) or "--"
+        found = option_of(given) if given else without_keys(context.args) or "--"
         expected = "options that are not set by Ray, by another field, or in the environment of the nodes"
         hint = "what is for the engine's own server stands in engine_args" if not given and command is serve else ""
         raise ConfigurationError(f"this cannot stand in {field}", found=found, expected=expected, hint=hint)

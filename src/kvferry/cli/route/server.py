@@ -118,7 +118,7 @@ def route(options: RouteOptions) -> None:
     )
     with (
         closing(tracing),
-        listening.listen(options.host, options.port) as bound,
+        listening.listen(options.host, options.port, options.stall_timeout) as bound,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(app.begin())

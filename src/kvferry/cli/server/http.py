@@ -32,6 +32,8 @@ LAST_WORDS_S = 2
 NOTICE_S = 3.0
 # A connection is closed on which no whole head of a request has come for so long.
 IDLE_S = 65
+# So is one on which so much has come of a head or of a trailer, and not its end. What a proxy adds has room in it.
+MAX_HEAD_BYTES = 1 << 18
 # Of whom nothing was heard for so long, nobody needs that time: probes come every ten seconds or more often.
 UNUSED_S = 30.0
 
@@ -59,7 +61,10 @@ class Drain:
 
 class _Protocol(HttpToolsProtocol):
     """Also closes connections on which not even one request has begun, or half a head has come: uvicorn counts the time
-    from an answer to the next byte, and who sends nothing could keep all descriptors."""
+    from an answer to the next byte, and who sends nothing could keep all descriptors. Whoever sends a head or a trailer
+    without end, which are kept until it comes, could take all memory."""
+
+    _num_unended = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -67,13 +72,28 @@ class _Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         timer, self.timeout_keep_alive_task, cycle = self.timeout_keep_alive_task, None, self.cycle
+        self._num_unended += len(data)
         super().data_received(data)
+        if self._num_unended > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.close()
         if timer is None:
             return
         if self.cycle is cycle:
             self.timeout_keep_alive_task = timer
         else:
             timer.cancel()
+
+    def on_headers_complete(self) -> None:
+        self._num_unended = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unended = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unended = 0
+        super().on_message_complete()
 
 
 class _Server(uvicorn.Server):
@@ -103,6 +123,8 @@ async def run(
         http=_Protocol,
         log_level="warning",
         access_log=False,
+        # A registration without a token counts by where it comes from, and that is what the socket says.
+        proxy_headers=False,
         timeout_graceful_shutdown=grace_s + LAST_WORDS_S,
         timeout_keep_alive=IDLE_S,
     )
@@ -143,8 +165,9 @@ class _Ending:
         console.say(f"stopping: {waiting if self._requests.num_open else 'no request is open'}")
 
     async def stop_after(self, end: Awaitable[None]) -> None:
-        """Stop when that has come."""
-        await end
+        """Stop when that has come, or cannot be waited for: a standard input that is a file has ended."""
+        with suppress(OSError):
+            await end
         self._stop()
 
     def _stop(self) -> None:

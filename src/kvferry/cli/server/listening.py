@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvferry.errors import ConfigurationError
-from kvferry.system import keep_alive
+from kvferry.system import USER_TIMEOUT_MS, keep_alive
 
 # Connections that wait to be accepted.
 BACKLOG = 128
+# The system counts milliseconds in 31 bits.
+MAX_STALL_S = 1e6
 
 
 def reserve(host: str, port: int) -> socket.socket:
@@ -38,11 +40,14 @@ def reserve(host: str, port: int) -> socket.socket:
     return held
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 lets the system choose. Raises ConfigurationError when the port cannot be bound."""
+def listen(host: str, port: int, stall_s: float = 0.0) -> socket.socket:
+    """A listening socket; port 0 lets the system choose. Who serves gives clients up that take nothing of an answer for
+    `stall_s` seconds, and the system does not before. Raises ConfigurationError when the port cannot be bound."""
     bound = reserve(host, port)
     with _told_where(host, port):
         try:
+            limit_ms = USER_TIMEOUT_MS + int(1000 * min(stall_s, MAX_STALL_S))
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
             bound.listen(BACKLOG)
         except OSError:
             bound.close()

@@ -60,6 +60,8 @@ def _frame(url: str, before: Reading) -> Frame:
     """Raises ConfigurationError when the router cannot be asked."""
     try:
         members: dict[str, Any] = json.loads(get(f"{url.rstrip('/')}/kvferry/members", TIMEOUT_S))
+        if not isinstance(members, dict) or not isinstance(members.get("members"), list):
+            raise ValueError("a list of members is missing")
         metrics = get(f"{url.rstrip('/')}/metrics", TIMEOUT_S).decode()
         return Frame(before, reading_of(metrics, time.monotonic()), members)
     except (OSError, ValueError) as error:

@@ -62,8 +62,10 @@ class MembersFile:
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
             if stamp == self._seen:
                 return
+            content = self._path.read_bytes()
+            # What could not be read is looked at again, what makes no sense is not.
             self._seen = stamp
-            listed = msgspec.json.decode(self._path.read_bytes(), type=Listed)
+            listed = msgspec.json.decode(content, type=Listed)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(
                 "invalid members file",

@@ -53,6 +53,9 @@ class Registry:
         announcement = decode_announcement(body)
         (instance,) = instances_of(Role(announcement.role), (announcement.url,))
         host = urlsplit(instance.url).hostname or ""
+        if "origin" in headers:
+            # A web page that somebody on this host has opened.
+            return "not_local"
         return "" if _is_loopback(client_host) and _is_loopback(host) else "not_local"
 
 

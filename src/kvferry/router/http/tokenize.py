@@ -13,6 +13,7 @@ from kvferry.http.anthropic import error_for
 from kvferry.router.answers.refusals import refusal
 from kvferry.router.commands import Count, Counted
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE
+from kvferry.router.flow.attempts import Attempts
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.headers import response_headers, with_length
 from kvferry.router.request.lenient_json import decoded
@@ -49,10 +50,11 @@ class _Question:
 async def ask(services: Services, request: HttpRequest, deadline_s: float) -> WholeResponse:
     """The first answer of an instance that has the model; `request` has no `base` yet.
 
-    Any status is an answer. Another instance is asked where one cannot be reached or breaks off. The caller's
+    Any status is an answer. Another instance is asked where one cannot be reached or breaks off, as often as for an
+    answer that is generated: what is wrong with this request would be so with all. The caller's
     `deadline_s` is on the clock of `time.monotonic`, and the whole takes no longer than a prefill may.
     """
-    pool, reason, path = services.pool, "", request.target.partition("?")[0]
+    pool, reason, path, attempts = services.pool, "", request.target.partition("?")[0], Attempts()
     instances = pool.answering(_model(request.body))
     if not instances:
         return _refusal(
@@ -71,6 +73,8 @@ async def ask(services: Services, request: HttpRequest, deadline_s: float) -> Wh
                     # Its own time is over only where a probe has found the instance down.
                     reason = reason_of(error, INSTANCE_DOWN)
                     _note(services, instance, reason)
+                    if not attempts.may_try_again(instance.role, reason, instance):
+                        break
     except TimeoutError:
         if left_s < patience_s:
             return _refusal(path, 504, "deadline_exceeded", f"there is no answer: {MESSAGES[TOO_LATE]}", TOO_LATE)
