@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 
 import pytest
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
@@ -100,12 +102,17 @@ async def test_a_body_may_be_longer_than_a_head(size):
         await asyncio.wait_for(running, DEADLINE_S)
 
 
-async def test_a_standard_input_that_cannot_be_waited_for_has_ended():
-    async def refused() -> None:
-        raise PermissionError
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("name", [os.devnull, __file__, None])
+def test_a_standard_input_that_nobody_holds_has_ended(name, new_loop, monkeypatch):
+    async def main() -> None:
+        with listening.listen("127.0.0.1", 0) as bound:
+            running = http.run(Starlette(), bound, [http.stdin_closed()], 1, http.Drain(0.0, list))
+            await asyncio.wait_for(running, DEADLINE_S)
 
-    with listening.listen("127.0.0.1", 0) as bound:
-        await asyncio.wait_for(http.run(Starlette(), bound, [refused()], 1, http.Drain(0.0, list)), DEADLINE_S)
+    with open(name or os.devnull) as file, asyncio.Runner(loop_factory=new_loop) as runner:
+        monkeypatch.setattr(sys, "stdin", file if name else None)
+        runner.run(main())
 
 
 class Transport(asyncio.Transport):

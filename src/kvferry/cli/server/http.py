@@ -165,9 +165,8 @@ class _Ending:
         console.say(f"stopping: {waiting if self._requests.num_open else 'no request is open'}")
 
     async def stop_after(self, end: Awaitable[None]) -> None:
-        """Stop when that has come, or cannot be waited for: a standard input that is a file has ended."""
-        with suppress(OSError):
-            await end
+        """Stop when that has come."""
+        await end
         self._stop()
 
     def _stop(self) -> None:
@@ -209,14 +208,20 @@ async def _nothing_open(drain: Drain, requests: OpenRequests) -> None:
 
 
 async def stdin_closed() -> None:
-    """Returns when standard input ends: a parent that dies, however it dies, closes it, so no child outlives it."""
+    """Returns when standard input ends: a parent that dies, however it dies, closes it, so no child outlives it. Nobody
+    holds what is a file, such as /dev/null, or is not there."""
+    if sys.stdin is None:
+        return
     loop, fd, closed = asyncio.get_running_loop(), sys.stdin.fileno(), asyncio.Event()
 
     def readable() -> None:
         if not os.read(fd, 4096):
             closed.set()
 
-    loop.add_reader(fd, readable)
+    try:
+        loop.add_reader(fd, readable)
+    except OSError:
+        return
     try:
         await closed.wait()
     finally:
