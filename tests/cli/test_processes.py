@@ -40,6 +40,19 @@ def test_a_child_that_ends_without_a_word_of_its_own_has_ended(tmp_path):
     assert "^^^" not in raised.value.found
 
 
+def test_a_child_whose_logs_were_cleaned_away_is_started_again_and_told_of(tmp_path):
+    log = tmp_path / "logs" / "p0.log"
+    child = Child("p0", ("no-such-command",), log)
+    try:
+        assert child.has_spoken(60.0)
+        log.unlink()
+        log.parent.rmdir()
+        with pytest.raises(ConfigurationError, match=r"p0 has exited \(exit code 2\)"):
+            child.wait_until_ready(time.monotonic() + 60.0)
+    finally:
+        child.stop()
+
+
 def test_a_child_that_is_drained_is_given_the_time_to_end_by_itself(tmp_path):
     log = tmp_path / "router.log"
     child = Child("router", ("route", "--accept-registrations"), log, port=0)

@@ -40,6 +40,8 @@ class Child:
         # Ours come first: what follows `--` belongs to the engine.
         ours = ("--json", "--as-child", *(("--port", str(port)) if port is not None else ()))
         try:
+            # Whoever cleans /tmp up may have taken the folder of a fleet that has run for long.
+            log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             output = log.open("ab")
         except OSError as error:
             found, hint = f"{log}: {os_error_text(error)}", "name another folder with --log-dir"
@@ -125,7 +127,10 @@ class Child:
 
     def _failed(self, what: str) -> ConfigurationError:
         """The child's own error, if it has told one; else the end of its output."""
-        lines = self.log.read_bytes()[self._began_at :].decode(errors="replace").strip().splitlines()
+        said = b""
+        with suppress(OSError):
+            said = self.log.read_bytes()[self._began_at :]
+        lines = said.decode(errors="replace").strip().splitlines()
         told = [index for index, line in enumerate(lines) if line.startswith("error: ")]
         if not told:
             telling = [line.strip() for line in lines if line.strip(" ^~")]
