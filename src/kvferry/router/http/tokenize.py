@@ -67,20 +67,29 @@ async def ask(services: Services, request: HttpRequest, deadline_s: float) -> Wh
             for place, instance in enumerate(instances):
                 if place:
                     services.metrics.count(Count(Counted.RETRY, instance.role, reason))
-                try:
-                    return await _asked(services, instance, replace(request, base=instance.url))
-                except FAILURES as error:
-                    # Its own time is over only where a probe has found the instance down.
-                    reason = reason_of(error, INSTANCE_DOWN)
-                    _note(services, instance, reason)
-                    if not attempts.may_try_again(instance.role, reason, instance):
-                        break
+                found = await _tried(services, instance, replace(request, base=instance.url))
+                if isinstance(found, WholeResponse):
+                    return found
+                reason = found
+                if not attempts.may_try_again(instance.role, reason, instance):
+                    break
     except TimeoutError:
         if left_s < patience_s:
             return _refusal(path, 504, "deadline_exceeded", f"there is no answer: {MESSAGES[TOO_LATE]}", TOO_LATE)
         _note(services, instance, DEADLINE)
         return _refusal(path, 504, "upstream_timeout", f"the instance did not answer: {MESSAGES[DEADLINE]}", DEADLINE)
     return _refusal(path, 502, "upstream_unavailable", f"the instance did not answer: {MESSAGES[reason]}", reason)
+
+
+async def _tried(services: Services, instance: Instance, request: HttpRequest) -> WholeResponse | str:
+    """The answer of one instance, or why there is none."""
+    try:
+        return await _asked(services, instance, request)
+    except FAILURES as error:
+        # Its own time is over only where a probe has found the instance down.
+        reason = reason_of(error, INSTANCE_DOWN)
+        _note(services, instance, reason)
+        return reason
 
 
 async def _asked(services: Services, instance: Instance, request: HttpRequest) -> WholeResponse:

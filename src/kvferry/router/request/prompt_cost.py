@@ -21,13 +21,13 @@ MAX_PREFIXES = 64
 DEFAULT_NEW_TOKENS = 256
 # More than any model writes. Clients may ask for a number with hundreds of digits.
 MAX_NEW_TOKENS = 1 << 20
-# Two runs of blanks have something between them in each of these, or a body of blanks would take minutes.
 # What an image, a sound or another file in a message counts, whatever it weighs: a URL that holds it, or a field that
 # does. Embeddings in place of a prompt as well.
 EMBEDDED = re.compile(rb'"data:[^"]{256,}"|"(?:data|[a-z]{1,16}_embeds)"\s*:\s*(?:\[\s*)?"[^"]{256,}"')
 TOKENS_OF_EMBEDDED = 1024
 # A header that Claude Code changes with each request, and that engines leave out of the prompt.
 BILLING = re.compile(rb'"x-anthropic-billing-header[^"\\]*(?:\\.[^"\\]*)*"')
+# As above, two runs of blanks have something between them: a body of blanks would take days.
 TOKEN_IDS = re.compile(rb"\s*\[\s*(?:\[\s*)?-?\d")
 
 
