@@ -11,7 +11,11 @@ import uvloop
 import zmq
 
 from kvferry.agent.control.sockets import OPTIONS
+from kvferry.cli.route.command import RouteOptions
+from kvferry.cli.route.server import route
+from kvferry.cli.server import listening
 from kvferry.cli.server.listening import listen
+from kvferry.errors import ConfigurationError
 from kvferry.router.upstream.http_client import HttpClient, HttpRequest
 from kvferry.system import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
 from kvferry.transport.tcp.connection import Connection
@@ -73,3 +77,16 @@ def test_the_system_gives_no_client_up_before_its_server_does():
         with accepted:
             limit = {(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): 120_000 + USER_TIMEOUT_MS}
             assert options_of(accepted) == WANTED | limit
+
+
+def test_a_router_is_such_a_server(monkeypatch):
+    told = []
+
+    def listens(*args):
+        told.append(args)
+        raise ConfigurationError("that is all")
+
+    monkeypatch.setattr(listening, "listen", listens)
+    with pytest.raises(ConfigurationError, match="that is all"):
+        route(RouteOptions(decode=["http://127.0.0.1:1"], host="127.0.0.1", port=0, stall_timeout=77.0))
+    assert told == [("127.0.0.1", 0, 77.0)]

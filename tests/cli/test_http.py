@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
 from uvicorn.server import ServerState
 
 from kvferry.cli.server import http, listening
@@ -100,6 +101,27 @@ async def test_a_body_may_be_longer_than_a_head(size):
         writer.close()
         end.set()
         await asyncio.wait_for(running, DEADLINE_S)
+
+
+async def test_where_a_request_comes_from_is_what_the_socket_says(monkeypatch):
+    """A registration without a token counts by that."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    seen, end = [], asyncio.Event()
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            seen.append(scope["client"][0])
+            await PlainTextResponse("")(scope, receive, send)
+
+    with listening.listen("127.0.0.1", 0) as bound:
+        running = asyncio.create_task(http.run(app, bound, [end.wait()], 1, http.Drain(0.0, list)))
+        reader, writer = await asyncio.open_connection(*bound.getsockname())
+        writer.write(HEAD + b"x-forwarded-for: 10.0.0.1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        await asyncio.wait_for(reader.read(), DEADLINE_S)
+        writer.close()
+        end.set()
+        await asyncio.wait_for(running, DEADLINE_S)
+    assert seen == ["127.0.0.1"]
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])

@@ -39,6 +39,23 @@ def test_it_is_asked_once_and_everybody_hears_the_answer(engines, asked):
     assert engines.find(PLACE).engine == ENGINE
 
 
+def test_who_wants_to_hear_is_told_once_and_at_once_where_it_is_known(engines, asked):
+    told = []
+    lookup = engines.find(PLACE)
+    engines.tell(lookup, told.append)
+    assert told == []
+    for _ in range(2):
+        engines.heard(Located(ADDRESS, ENGINE))
+        assert told == [ENGINE]
+    engines.tell(lookup, told.append)
+    assert told == [ENGINE, ENGINE]
+
+
+def test_who_wants_to_hear_of_a_place_where_nobody_is_hears_nothing(engines, asked):
+    engines.tell(engines.find(PLACE), pytest.fail)
+    engines.heard(LocateFailed(ADDRESS, GONE))
+
+
 def test_after_an_error_and_when_it_is_forgotten_it_is_asked_again(engines, asked):
     failed = engines.find(PLACE)
     asked.get(timeout=DEADLINE_S)

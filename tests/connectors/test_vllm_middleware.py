@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connectors.vllm_middleware import FerryMiddleware, request_names, workers
-from kvferry.connectors.vllm_middleware.request_names import names_of
+from kvferry.connectors.vllm_middleware.request_names import RequestNames, names_of
 from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes
 from kvferry.connectors.vllm_middleware.workers import TROUBLE, Workers
 from kvferry.kv_transfer_params import room_names, room_params, to_params
@@ -370,6 +370,8 @@ def test_each_prompt_has_a_name_of_its_own(prompt, num_names):
     body = json.dumps({**DECODE, "prompt": prompt}).encode()
     names = names_of(COMPLETIONS, "given", body).decode_names
     assert names == tuple(f"cmpl-given-{number}" for number in range(num_names))
+    body = json.dumps({"kv_transfer_params": {"do_remote_decode": True}, "prompt": prompt}).encode()
+    assert names_of(COMPLETIONS, "given", body) == RequestNames(prefill_names=names, is_local=True)
 
 
 def test_an_error_says_which_of_several_prompts_had_no_cache():

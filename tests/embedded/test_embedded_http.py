@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from kvferry import __version__
 from kvferry.embedded.http import app
 from kvferry.embedded.http.responder import Responder
+from kvferry.embedded.request.bodies import shown
 from kvferry.embedded.request.parse import GenerationRequest, decode_chat
 from kvferry.embedded.request.prompts import SHORT_TEXT, Prompts
 
@@ -101,7 +103,19 @@ def test_others_are_answered_while_a_long_body_is_read(
     assert ["tokenising" in name for name in threads] == [is_elsewhere]
 
 
-def test_nobody_waits_for_the_text_of_a_client_that_has_left(decoder: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+@pytest.mark.parametrize("is_decoded", [False, True])
+def test_nobody_waits_for_the_text_of_a_client_that_has_left(
+    decoder: Served, monkeypatch: pytest.MonkeyPatch, path: str, is_decoded: bool
+) -> None:
+    async def decoded_at_once(_self: object, request: Request, decode: Callable[[bytes], Any]) -> Any:
+        return decode(await app._body(request))
+
+    # Else its body waits for the same thread.
+    if is_decoded:
+        monkeypatch.setattr(app.Endpoints, "_decoded", decoded_at_once)
+    # It has more characters than this engine could take.
+    monkeypatch.setattr(Prompts, "_check_length", lambda *_: None)
     begun, may_end, texts = threading.Event(), threading.Event(), []
 
     def tokenise(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
@@ -118,7 +132,8 @@ def test_nobody_waits_for_the_text_of_a_client_that_has_left(decoder: Served, mo
         assert begun.wait(DEADLINE_S)
         body = json.dumps({"prompt": "b" * (SHORT_TEXT + 1)}).encode()
         with socket.create_connection(("127.0.0.1", decoder.port)) as client:
-            client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
         while decoder.metric(left) == before:
             assert not first.done()
         third = pool.submit(decoder.ask, TOKENIZE, {"prompt": "c" * (SHORT_TEXT + 1)})
@@ -584,3 +599,14 @@ def test_a_stream_that_breaks_off_is_not_counted_as_a_good_one(decoder: Served) 
     status, text = decoder.raw(COMPLETIONS, body | {"allowed_token_ids": [token_id], "bad_words": [letter * 2]})
     assert (status, "no token to go on with" in text, "[DONE]" in text) == (200, True, False)
     assert [decoder.metric(name) for name in names] == [before[0], before[1] + 1]
+
+
+def test_what_is_nested_too_deeply_to_be_shown_is_told_in_words() -> None:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    assert shown(value) == "a list with others inside one another"
+    assert shown([[1]]) == "[[1]]"
+    # Else Python takes it apart one inside the other.
+    while value:
+        (value,) = value

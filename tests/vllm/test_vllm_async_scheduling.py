@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +28,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvferry.connectors.vllm import features
 from kvferry.connectors.vllm.metadata import LeaseOrder, RankAddress
+from kvferry.errors import ConfigurationError
 from kvferry.plan.description.prompt import Prompt
 
 BLOCK, NUM_BLOCKS, PROMPT = 16, 64, 40
@@ -110,6 +113,14 @@ def test_blocks_that_a_step_under_way_writes_to_are_not_fetched_into(role):
         written.update(block for fetch in orders.fetches for table in fetch.block_tables for block in table)
     assert written.isdisjoint(blocks)
     assert bool(written) is (role != "kv_producer")
+
+
+def test_a_server_whose_connectors_are_to_fetch_nothing_does_not_start_with_one_that_is(monkeypatch):
+    whole = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_producer")
+    config = SimpleNamespace(kv_transfer_config=whole)
+    monkeypatch.setattr(features, "get_current_vllm_config_or_none", lambda: config)
+    with pytest.raises(ConfigurationError, match="kv_role kv_both among connectors"):
+        scheduler_of("kv_both")
 
 
 def leases(scheduler: AsyncScheduler) -> list[LeaseOrder]:

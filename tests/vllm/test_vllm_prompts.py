@@ -296,7 +296,7 @@ def test_vllm_tells_what_it_loads_before_it_loads_it(tmp_path):
     assert EngineCore.add_lora(SimpleNamespace(model_executor=executor), tuned)
 
 
-@pytest.mark.parametrize("path", ["/nowhere", "nobody/nothing", "not a repository: at all", "~nobody/nothing"])
+@pytest.mark.parametrize("path", ["/nowhere", "nobody/nothing", "not a repository: at all", "~no-such-user/nothing"])
 def test_an_adapter_that_cannot_be_read_has_no_name(path):
     with pytest.raises(RequestError, match="cannot be read"):
         Prompts().of(request(lora_request=LoRARequest("tuned", 1, path)), SIZE)

@@ -17,6 +17,7 @@ import torch
 import vllm
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -623,7 +624,7 @@ def test_a_block_that_is_not_filled_leaves_the_prefix_cache_while_its_request_wa
     assert manager.blocks == set()
     made.unfilled.received(["another", asked.request_id])
     for _ in range(2):
-        made.unfilled.scheduled()
+        made.scheduled(SchedulerOutput.make_empty())
         assert manager.blocks == {TABLES[0][0]}
         manager.blocks.clear()
     made.allocated(asked, TABLES, 0)

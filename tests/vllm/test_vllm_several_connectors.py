@@ -18,6 +18,7 @@ with warnings.catch_warnings():
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.outputs import KVConnectorOutput
 
 import kvferry.connectors.vllm as connectors
 from kvferry.connectors.vllm import extension, features
@@ -86,6 +87,15 @@ def test_ours_does_not_fetch_where_its_server_does_not(monkeypatch):
         features.check_role(neighbours("kv_both")[1])
     monkeypatch.setattr(features, "get_current_vllm_config_or_none", lambda: None)
     features.check_role(neighbours("kv_both")[1])
+
+
+def test_the_scheduler_hears_which_fetches_have_ended(ours):
+    told = []
+    told_of = SimpleNamespace(sent=lambda ids: told.append(("sent", ids)), unfilled=SimpleNamespace())
+    told_of.unfilled.received = lambda ids: told.append(("received", ids))
+    ours._schedulers = [told_of]
+    ours.update_connector_output(KVConnectorOutput(finished_sending={"a"}, finished_recving={"b"}))
+    assert told == [("sent", {"a"}), ("received", {"b"})]
 
 
 def test_who_fetches_nothing_or_has_no_neighbours_may_have_windows(monkeypatch):

@@ -37,12 +37,13 @@ class Extent(NamedTuple):
 
 def overlapping(extents: Sequence[Extent]) -> tuple[Extent, Extent] | None:
     """Two of which some bytes are the same; None where there are none, or where that cannot be told at a glance: where
-    extents of different distances lie amid one another."""
+    the first of each lie apart, and others amid one another."""
     for found in _clusters(extents):
         solid = [extent for extent in found if extent.is_solid]
         if two := next((two for two in pairwise(solid) if two[1].start < two[0].stop), None):
             return two
-        if _are_alike(found) and (two := overlapping([extent.first for extent in found])):
+        has_steps = any(extent.steps for extent in found)
+        if has_steps and (two := overlapping([extent.first for extent in found])):
             return two
     return None
 
@@ -60,11 +61,3 @@ def _clusters(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
         reached = max(reached, extent.stop)
     if len(found) > 1:
         yield found
-
-
-def _are_alike(extents: Sequence[Extent]) -> bool:
-    """Whether all recur at the same distance and lie within it: then what the first of each does, all of them do."""
-    if len(strides := {extent.steps[0][0] if extent.steps else 0 for extent in extents}) > 1:
-        return False
-    (stride,) = strides
-    return max(extent.first.stop for extent in extents) - min(extent.start for extent in extents) <= stride
