@@ -89,6 +89,13 @@ def test_ours_does_not_fetch_where_its_server_does_not(monkeypatch):
     features.check_role(neighbours("kv_both")[1])
 
 
+def test_the_scheduler_hears_that_nothing_is_to_be_read_any_more(ours):
+    told = []
+    ours._schedulers = [SimpleNamespace(reset=lambda: told.append("reset"))]
+    assert ours.reset_cache()
+    assert told == ["reset"]
+
+
 def test_the_scheduler_hears_which_fetches_have_ended(ours):
     told = []
     told_of = SimpleNamespace(sent=lambda ids: told.append(("sent", ids)), unfilled=SimpleNamespace())
